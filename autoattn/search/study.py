@@ -7,7 +7,7 @@ import math
 import random
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -97,7 +97,7 @@ class Study:
         self._rng = random.Random(seed)
         self._distributions = {name: CategoricalDistribution(values) for name, values in space.choices.items()}
         self._sampler = sampler
-        self.optuna_study = optuna.create_study(sampler=_optunas(sampler, seed))
+        self.optuna_study = optuna.create_study(sampler=_optunas(sampler, seed, self._distributions))
         self.ledger = ledger
         self.hear()
         self._everything = self._all_if_few(budget)
@@ -327,15 +327,35 @@ class Study:
         return variants
 
 
-def _optunas(sampler: Sampler, seed: int) -> optuna.samplers.BaseSampler:
+class _WholeSpaceTpe(optuna.samplers.TPESampler):
+    """TPE over parameters that every trial has.
+
+    Optuna's own reads at each proposal which parameters its trials have in common: half of a proposal's time.
+    """
+
+    def __init__(self, distributions: Mapping[str, CategoricalDistribution], seed: int) -> None:
+        super().__init__(seed=seed, multivariate=True, n_startup_trials=0, constant_liar=True)
+        # In the order of names, as Optuna has them.
+        self._parameters = {name: choice for name, choice in sorted(distributions.items()) if not choice.single()}
+
+    def infer_relative_search_space(
+        self, study: optuna.Study, trial: optuna.trial.FrozenTrial
+    ) -> dict[str, optuna.distributions.BaseDistribution]:
+        """All parameters that have a choice."""
+        return dict(self._parameters)
+
+
+def _optunas(
+    sampler: Sampler, seed: int, distributions: Mapping[str, CategoricalDistribution]
+) -> optuna.samplers.BaseSampler:
     """Optuna's part in a sampler; those that are ours never ask it."""
     if sampler is Sampler.GENETIC:
         return optuna.samplers.NSGAIISampler(seed=seed, population_size=POPULATION)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        return optuna.samplers.TPESampler(
-            seed=seed, multivariate=sampler is Sampler.TPE, n_startup_trials=0, constant_liar=True
-        )
+        if sampler is Sampler.TPE:
+            return _WholeSpaceTpe(distributions, seed)
+        return optuna.samplers.TPESampler(seed=seed, multivariate=False, n_startup_trials=0, constant_liar=True)
 
 
 def value_of(trial: Trial) -> float:

@@ -17,6 +17,7 @@ from autoattn.core.problem import Problem
 from autoattn.core.trial import Outcome, StaticReport, Trial, Verdict
 from autoattn.core.variant import Source, Variant
 from autoattn.search import job_results, rehearsal
+from autoattn.search.gpu_assignment import GpuAssignment
 from autoattn.search.gpu_jobs import Admit, Final, Finished, Outgrow, Prepare, Rehearse, Screen, Screened, kind_of
 from autoattn.search.kind_search import Proposer
 from autoattn.workers.compile_job import ALLOCATOR, Inspect
@@ -58,6 +59,7 @@ class _Slot:
     variant: Variant
     source: Source
     inspected: Trial | None = None  # that awaits its look on a GPU
+    place: int = 0  # of the GPU that looks at it
     trial: Trial | None = None  # what became of it
 
 
@@ -80,7 +82,9 @@ class Workshop:
             self.bench = Pool(size=self._jobs, environment=INTERPRETER, preload=GPU_MODULE)
         self._reports: dict[str, StaticReport | Failure] = {}  # by source digest
         self._tickets: dict[int, str] = {}
-        self._looks: dict[int, _Slot] = {}  # on a GPU now, by ticket
+        self._gpus = GpuAssignment(self._cards)
+        self._prepared: set[tuple[Problem, int]] = set()  # whose looks a GPU has made ready
+        self._looks: dict[int, _Slot] = {}  # on a GPU now, or next there, by ticket
         self._looked_at: dict[tuple[Problem, str], Screened] = {}  # by problem and machine code
         self._finals: dict[int, Any] = {}  # what came of the finals, by ticket; _RUNS for those that still run
         self._finals_begun: dict[int, float] = {}  # those that still run
@@ -132,9 +136,10 @@ class Workshop:
 
     @property
     def finals_seconds(self) -> float:
-        """Seconds in which finals had a GPU to themselves: no time of other problems' searches."""
+        """Seconds in which finals had the GPUs to themselves: no time of other problems' searches."""
         now = time.monotonic()
-        return self._finals_seconds + sum(now - begun for begun in self._finals_begun.values())
+        running = sum(now - begun for begun in self._finals_begun.values())
+        return (self._finals_seconds + running) / self._cards
 
     def wait(self) -> None:
         """Waits until some worker is done with something.
@@ -174,31 +179,30 @@ class Workshop:
         """
         pending: deque[_Slot] = deque()
         best_us: float | None = min((t.time_us for t in study.trials.values() if t.time_us is not None), default=None)
-        if self.measured:
-            for place in range(self._cards):
-                self.bench.submit(Prepare(problem=study.problem), PREPARE_SECONDS, place=place)
-        while True:
-            if late():  # what is on a GPU by now is waited for, the rest is not
-                pending = deque(slot for slot in pending if slot.trial is not None or slot.inspected is not None)
-            else:
-                self._look_ahead(pending, best_us)  # before the sampler thinks: the GPU need not wait for it
-                while len(pending) < self._window(study, budget) and more():
-                    if (variant := study.propose(more)) is None:
-                        break
-                    pending.append(self._begin(study.problem, variant))
-                self._look_ahead(pending, best_us)
-            if not pending:
-                return
-            trial = pending[0].trial
-            if trial is None:
-                yield
-                continue
-            pending.popleft()
-            self._count(self.outcomes, trial.outcome, trial.detail)
-            if trial.time_us is not None and (best_us is None or trial.time_us < best_us):
-                best_us = trial.time_us
-            study.record(trial)
-            heard(trial)
+        self._prepare(study.problem, self._gpus.home_of(study.problem))
+        with self._gpus.searching(study.problem):
+            while True:
+                if late():  # what is on a GPU by now is waited for, the rest is not
+                    pending = deque(slot for slot in pending if slot.trial is not None or slot.inspected is not None)
+                else:
+                    self._look_ahead(pending, best_us)  # before the sampler thinks: the GPU need not wait for it
+                    while len(pending) < self._window(study, budget) and more():
+                        if (variant := study.propose(more)) is None:
+                            break
+                        pending.append(self._begin(study.problem, variant))
+                    self._look_ahead(pending, best_us)
+                if not pending:
+                    return
+                trial = pending[0].trial
+                if trial is None:
+                    yield
+                    continue
+                pending.popleft()
+                self._count(self.outcomes, trial.outcome, trial.detail)
+                if trial.time_us is not None and (best_us is None or trial.time_us < best_us):
+                    best_us = trial.time_us
+                study.record(trial)
+                heard(trial)
 
     def alone(self, steps: Steps[T]) -> T:
         """Does some work and nothing beside it."""
@@ -278,7 +282,7 @@ class Workshop:
         peers: Sequence[str] = (),
         best_us: float | None = None,
     ) -> Steps[Finished | Failure]:
-        """Times the finalists against one another and the rivals, all on one GPU: two of a kind differ.
+        """Times the finalists of a problem against one another and the rivals, all on one GPU: two of a kind differ.
 
         Asks what each costs, if `energy_seconds`. A peer that fails costs the finals nothing but its time.
 
@@ -297,10 +301,10 @@ class Workshop:
             peers=admitted,
         )
         limit = FINAL_SECONDS + 2 * PATIENCE * seconds + ENERGY_SHARE * energy_seconds
-        result: Finished | Failure = yield from self._ended(job, limit + PEER_SECONDS * len(admitted))
+        result: Finished | Failure = yield from self._ended(problem, job, limit + PEER_SECONDS * len(admitted))
         if isinstance(result, Failure) and admitted:  # perhaps a peer's fault
             absent |= dict.fromkeys(admitted, f"finals with it {job_results.words(result)}")
-            result = yield from self._ended(replace(job, peers=()), limit)
+            result = yield from self._ended(problem, replace(job, peers=()), limit)
         if isinstance(result, Failure):
             return result
         return replace(result, absent={**absent, **result.absent})
@@ -312,16 +316,16 @@ class Workshop:
             if self._lost_peers[name] >= PEER_LOSSES:
                 absent[name] = f"left out after it hung or crashed {PEER_LOSSES} times in this run"
                 continue
-            reason = yield from self._ended(Admit(problem=problem, peer=name, best_us=best_us), PEER_SECONDS)
+            reason = yield from self._ended(problem, Admit(problem=problem, peer=name, best_us=best_us), PEER_SECONDS)
             if isinstance(reason, Failure):
                 self._lost_peers[name] += 1
             if reason is not None:
                 absent[name] = job_results.words(reason)
         return absent
 
-    def _ended(self, job: Job, seconds: float) -> Steps[Any]:
-        """Has the finals' GPU do a job, and yields until it is done."""
-        ticket = self.bench.submit(job, seconds, place=0)
+    def _ended(self, problem: Problem, job: Job, seconds: float) -> Steps[Any]:
+        """Has the problem's own GPU do a job of its finals, and yields until it is done."""
+        ticket = self.bench.submit(job, seconds, place=self._gpus.home_of(problem))
         self._finals[ticket], self._finals_begun[ticket] = _RUNS, time.monotonic()
         while self._finals[ticket] is _RUNS:
             yield
@@ -330,7 +334,7 @@ class Workshop:
     def outgrow(self, problem: Problem, variant: Variant, *, seed: int) -> Steps[WorstCase | Failure]:
         """Times a finalist that keeps its first maximum where it computes its tiles twice, on the finals' GPU."""
         job = Outgrow(problem=problem, source=render.render(problem, variant), seed=seed)
-        result: WorstCase | Failure = yield from self._ended(job, FINAL_SECONDS)
+        result: WorstCase | Failure = yield from self._ended(problem, job, FINAL_SECONDS)
         return result
 
     def _window(self, study: Proposer, budget: int) -> int:
@@ -350,9 +354,13 @@ class Workshop:
 
     def _look_ahead(self, pending: deque[_Slot], best_us: float | None) -> None:
         """Settles what can be settled, and gives each free GPU a variant, in the order of the proposals."""
-        for slot in list(pending)[: 2 * self._cards - 1]:
+        if not pending:
+            return
+        ahead = 2 * len(self._gpus.places_for(pending[0].problem)) - 1
+        for slot in list(pending)[:ahead]:
             report = self._reports.get(slot.source.digest)
-            if report is None or len(self._looks) == self._cards:
+            free = self._gpus.free_for(slot.problem, [(look.problem, look.place) for look in self._looks.values()])
+            if report is None or not free:
                 return
             if slot.trial is not None or slot.inspected is not None:
                 continue
@@ -368,7 +376,15 @@ class Workshop:
                 continue
             verdict = self._passed.get((kind_of(slot.problem), code))
             job = Screen(problem=slot.problem, source=slot.source, verdict=verdict, best_us=best_us)
-            self._looks[self.bench.submit(job, GPU_SECONDS)] = slot
+            slot.place = free[0]
+            self._prepare(slot.problem, slot.place)
+            self._looks[self.bench.submit(job, GPU_SECONDS, place=slot.place)] = slot
+
+    def _prepare(self, problem: Problem, place: int) -> None:
+        """Has a GPU make what looks at a problem's variants need, once."""
+        if self.measured and (problem, place) not in self._prepared:
+            self._prepared.add((problem, place))
+            self.bench.submit(Prepare(problem=problem), PREPARE_SECONDS, place=place)
 
     def carried(self, problem: Problem, trial: Trial) -> Trial:
         """What a trial without the card says of another problem of the same kind."""

@@ -409,7 +409,7 @@ def test_compilers_never_touch_the_card_and_one_worker_alone_measures(bench: Ben
 def waiting_looks(shop: Workshop) -> int:
     """Looks that no card has answered yet."""
     pool: Any = shop.bench
-    return sum(isinstance(job, Screen) for _, job in pool.waiting)
+    return sum(isinstance(job, Screen) for _, job, _ in pool.waiting)
 
 
 @pytest.mark.parametrize("cards", [1, 2, 3])
@@ -447,11 +447,53 @@ def test_what_is_on_a_card_when_time_is_up_is_waited_for_and_no_more_is_begun(be
     assert shop.idle
 
 
-def test_finals_run_on_one_card(bench: Bench) -> None:
+def test_finals_run_on_the_card_of_their_problem(bench: Bench) -> None:
     shop = Workshop(samples.A30, measured=True, jobs=2, cards=["4", "5"])
-    for _ in range(3):
-        shop.alone(shop.final(LARGE, variants(2), seconds=0.5, seed=7))
-    assert shop.bench.places == [0, 0, 0]  # type: ignore[attr-defined]
+    for problem in (LARGE, replace(LARGE, batch=2), replace(LARGE, batch=4), LARGE):
+        shop.alone(shop.final(problem, variants(2), seconds=0.5, seed=7))
+    assert shop.bench.places == [0, 1, 0, 0]  # type: ignore[attr-defined]
+
+
+def test_a_problem_has_its_looks_and_its_finals_on_one_card_while_others_have_theirs(bench: Bench) -> None:
+    shop = Workshop(samples.A30, measured=True, jobs=6, cards=["4", "5"])
+    problems = [LARGE, replace(LARGE, batch=2)]
+    works = [
+        shop.search(Studied(variants(6), problem), more=lambda: True, late=lambda: False, heard=lambda _: None)
+        for problem in problems
+    ]
+    while len(works) == 2:  # the one that is left may have both cards
+        works = [work for work in works if next(work, "ended") != "ended"]
+        if len(works) == 2:
+            shop.wait()
+    for work in works:
+        shop.alone(work)
+    for problem in problems:
+        shop.alone(shop.final(problem, variants(2), seconds=0.5, seed=7))
+    jobs, places = shop.bench.asked, shop.bench.places  # type: ignore[attr-defined]
+    both = [(problems.index(job.problem), place) for job, place in zip(jobs, places, strict=True)]
+    assert {(0, 0), (1, 1)} <= set(both[:8]) <= {(0, 0), (1, 1)}
+    assert both[-2:] == [(0, 0), (1, 1)], "the finals"
+
+
+def test_a_card_has_the_next_look_of_another_problem_before_the_last_one_ends(bench: Bench) -> None:
+    shop = Workshop(samples.A30, measured=True, jobs=6)
+    most: list[int] = []
+
+    def screen(job: Screen) -> Screened:
+        most.append(1 + waiting_looks(shop))
+        return Screened(verdict=GOOD, median_us=100.0, samples=9)
+
+    bench.screen = screen
+    problems = [replace(LARGE, batch=batch) for batch in (1, 2, 4)]
+    works = [
+        shop.search(Studied(variants(6), problem), more=lambda: True, late=lambda: False, heard=lambda _: None)
+        for problem in problems
+    ]
+    while works:
+        works = [work for work in works if next(work, "ended") != "ended"]
+        if works:
+            shop.wait()
+    assert max(most) == 2
 
 
 # --- peers in the finals ----------------------------------------------------------------------------------------------
@@ -598,9 +640,11 @@ def test_each_card_is_made_ready_for_a_problem_before_its_first_look(bench: Benc
     shop = Workshop(samples.H200, measured=True, jobs=2, cards=["4", "5"])
     searched(shop, Studied(variants(3)))
     jobs, places = shop.bench.asked, shop.bench.places  # type: ignore[attr-defined]
-    assert [job.problem for job in jobs[:2]] == [LARGE, LARGE]
-    assert all(isinstance(job, Prepare) for job in jobs[:2])
-    assert places[:2] == [0, 1]
+    for place in (0, 1):
+        there = [job for job, where in zip(jobs, places, strict=True) if where == place]
+        assert [isinstance(job, Prepare) for job in there] == [True] + [False] * (len(there) - 1)
+        assert len(there) > 1
+    assert {job.problem for job in jobs} == {LARGE}
 
 
 def test_a_real_study_and_real_arithmetic_fit_together(bench: Bench, tmp_path: Path) -> None:

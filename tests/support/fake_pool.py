@@ -35,13 +35,13 @@ def report_of(job: Inspect, **changes: Any) -> StaticReport:
 
 @dataclass
 class FakePool:
-    """Answers jobs without a process; compiles the last one first."""
+    """Answers jobs without a process: those of a place in order, but the last place, or the last of no place, first."""
 
     size: int
     environment: dict[str, str]
     answer: Callable[[Any], Any]
     apart: Sequence[Any] = ()
-    waiting: list[tuple[int, Any]] = field(default_factory=list)
+    waiting: list[tuple[int, Any, int | None]] = field(default_factory=list)
     asked: list[Any] = field(default_factory=list)
     places: list[int | None] = field(default_factory=list)  # of the workers that had to do it
     closed: bool = False
@@ -50,7 +50,7 @@ class FakePool:
         assert seconds > 0
         self.asked.append(job)
         self.places.append(place)
-        self.waiting.append((len(self.asked), job))
+        self.waiting.append((len(self.asked), job, place))
         return len(self.asked)
 
     def result(self, job: Any, seconds: float, place: int | None = None) -> Any:
@@ -66,7 +66,9 @@ class FakePool:
         """A look on the GPU ends before a compile."""
         pool = next((pool for pool in reversed(pools) if pool.waiting), None)
         assert pool is not None, "nothing to wait for: a real pool would give an empty list forever"
-        ticket, job = pool.waiting.pop()
+        *_, place = pool.waiting[-1]
+        number = -1 if place is None else [waiting[-1] for waiting in pool.waiting].index(place)
+        ticket, job, _ = pool.waiting.pop(number)
         return [(pool, ticket, pool.answer(job))]
 
     def close(self) -> None:
