@@ -16,7 +16,7 @@ from kernels import covering, every_point
 from rarely import diagonal
 from samples import A30, H200, problem
 
-from autoattn.codegen import resources, search_space
+from autoattn.codegen import portfolio, resources, search_space
 from autoattn.codegen.search_space import SearchSpace
 from autoattn.codegen.space_facts import facts_of
 from autoattn.core import device_profiles
@@ -419,3 +419,46 @@ def test_an_ablation_moves_the_barriers_that_a_template_has(op: Op) -> None:
     known = {"barrier", "slot_release", "v_wait"}
     for one in search_space.of(op):
         assert set(one.barriers) == known & set(one.choices) == known & set(one.ablation)
+
+
+H100 = device_profiles.named("h100")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "mask", "tokens", "together"),
+    [
+        (128, "causal", 32768, True),
+        (128, "causal", 131_072, False),
+        (128, "full", 131_072, False),
+        (256, "causal", 16384, True),
+        (256, "causal", 65536, False),
+        (64, "causal", 65536, True),
+        (128, "window:1023,0", 131_072, True),  # whose programs walk a window each, however long the sequence is
+    ],
+)
+def test_gradients_of_heads_run_next_to_one_another_only_where_the_l2_holds_what_they_share(
+    head_dim: int, mask: str, tokens: int, together: bool
+) -> None:
+    facts: dict[str, Any] = {"head_dim": head_dim, "head_dim_v": head_dim, "seq_q": tokens, "seq_kv": tokens}
+    asked = problem(
+        op=Op.BACKWARD, dtype=DType.BFLOAT16, batch=1, heads_q=16, heads_kv=16, mask=Mask.parse(mask), **facts
+    )
+    space = search_space.load("gluon/backward")
+    groups = {variant["HEAD_GROUP"] for variant in space.seeds_for(asked, H100)}
+    assert (4 in groups) is together
+    assert space.default(asked, H100).template == "gluon/backward"
+
+
+@pytest.mark.parametrize("tokens", [4096, 16384, 32768, 65536, 131_072])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_long_outputs_that_nobody_tuned_have_wide_tiles_on_hopper(tokens: int, head_dim: int, mask: str) -> None:
+    """Tiles of 64 rows take four times as long there."""
+    asked = problem(
+        dtype=DType.BFLOAT16, batch=1, heads_q=32, heads_kv=8, mask=Mask.parse(mask), seq_q=tokens, seq_kv=tokens,
+        head_dim=head_dim, head_dim_v=head_dim,
+    )  # fmt: skip
+    for card in (H200, H100):
+        variant = portfolio.default(asked, card)
+        assert variant.template == "gluon/forward"
+        assert variant["BLOCK_M"] >= 128
