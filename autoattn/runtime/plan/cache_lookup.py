@@ -199,8 +199,9 @@ class _Lookup:
         """The closest of these problems that can serve."""
         here, distance = self.octaves, tuned_entries.distance
         deterministic = self.problem.deterministic
-        # Those whose gradients were tuned as these are asked for come first, however far the others are.
-        is_near = self._nearness()
+        # Those whose gradients were tuned as these are asked for come first, however far the others are. A winner among
+        # online kernels alone says nothing of a problem that may run others.
+        numerics, is_near = (Numerics.ANY, self.problem.numerics), self._nearness()
         related = [
             (
                 neighbour.deterministic is not deterministic,
@@ -212,7 +213,9 @@ class _Lookup:
                 octaves,
             )
             for place, neighbour in enumerate(neighbours)
-            if (octaves := distance(neighbour.octaves, here)) <= FARTHEST and is_near(neighbour, octaves)
+            if neighbour.numerics in numerics
+            and (octaves := distance(neighbour.octaves, here)) <= FARTHEST
+            and is_near(neighbour, octaves)
         ]
         related.sort()
         excluded: Explanation | None = None

@@ -50,6 +50,7 @@ class Neighbour:
     work: Octaves  # `work_of` these
     bucket: Bucket
     deterministic: bool
+    numerics: Numerics
     places: tuple[Placed, ...]
     card: SisterCard | None = None  # which measured it; None is this card
 
@@ -230,6 +231,7 @@ def _neighbour(key: str, places: tuple[Placed, ...], device: Device) -> Neighbou
         work=work_of(octaves, device),
         bucket=bucket(problem),
         deterministic=problem.deterministic,
+        numerics=problem.numerics,
         places=places,
     )
 

@@ -237,6 +237,12 @@ def test_entries_of_both_numerics_serve_their_own(tmp_path: Path) -> None:
             assert found.entry.problem == tuned
 
 
+def test_a_winner_among_online_kernels_alone_serves_no_near_problem_of_any_numerics(tmp_path: Path) -> None:
+    folder = written(tmp_path, measured(replace(ONLINE, seq_q=1000)))
+    assert explained(folder).level is Level.DEFAULT
+    assert explained(folder, ONLINE).level is Level.BUCKET
+
+
 def test_an_entry_from_before_there_were_numerics_is_one_for_any(tmp_path: Path) -> None:
     path = store.path_of(written(tmp_path, measured(ASKED)), H200, Op.FORWARD)
     document = json.loads(path.read_text())

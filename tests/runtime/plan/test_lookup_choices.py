@@ -15,7 +15,7 @@ from autoattn.cache import inventory, precedence, store
 from autoattn.codegen import portfolio, search_space
 from autoattn.core import kernel_kind, size_class
 from autoattn.core.cache_entry import KERNEL, CacheEntry
-from autoattn.core.problem import Op, Problem
+from autoattn.core.problem import Numerics, Op, Problem
 from autoattn.core.variant import Variant
 from autoattn.runtime.plan import cache_lookup, tuned_entries
 from autoattn.runtime.plan.cache_lookup import FARTHEST, NEAR, NEAR_CACHE, SISTER_OCTAVES
@@ -38,6 +38,8 @@ def why_not(entry: CacheEntry, problem: Problem) -> str | None:
 
 def is_close(problem: Problem, tuned: Problem, octaves: float) -> bool:
     """Whether the winner of a problem so far away may serve."""
+    if tuned.numerics not in (Numerics.ANY, problem.numerics):
+        return False
     if problem.cache is not None:
         full = min(one.batch * one.heads_kv for one in (problem, tuned)) >= H200.sm_count
         return octaves <= (FARTHEST if full else NEAR_CACHE)
