@@ -32,7 +32,7 @@ MAX_CLASSES = 4096  # of sizes, of one kind, whose answers are kept
 FARTHEST = 8.0  # octaves, summed over lengths and heads, that a neighbour may be away
 # The same of `tuned_entries.work_of`, where the portfolio was measured. Farther away, a neighbour's winner takes more
 # time than the portfolio's variant, in the mean of measured pairs (benchmarks/near_limit.py, decisions/near-limit.md).
-NEAR = 3.0
+NEAR = 1.0
 SISTER_OCTAVES = 1.0  # that a sister card's problem counts as farther away than one of this card
 # Octaves on caches, whose winners share tiles among as many programs as their sizes ask for (decisions/key-caches.md).
 NEAR_CACHE = 0.5

@@ -428,11 +428,11 @@ def test_the_portfolio_goes_before_entries_whose_work_is_far(
     folder = written(tmp_path / "own", measured(long))
     levels = {
         length: cache_lookup.explain(samples.problem(seq_q=length, seq_kv=length), card, folder).level
-        for length in (128, 700, 3000)
+        for length in (128, 800, 1300, 3000)
     }
     near = {Level.SISTER} if sister else {Level.BUCKET, Level.NEAREST}
-    assert levels[128] is Level.DEFAULT
-    assert {levels[700], levels[3000]} <= near
+    assert levels[128] is levels[3000] is Level.DEFAULT
+    assert {levels[800], levels[1300]} <= near
 
 
 @pytest.mark.parametrize(
