@@ -22,12 +22,13 @@ from autoattn.codegen.space_rules import Rule
 from autoattn.core import garbage_collection
 from autoattn.core.device import Device
 from autoattn.core.modifiers import Modifiers
-from autoattn.core.problem import DType, Op, Problem
+from autoattn.core.problem import DType, Numerics, Op, Problem
 from autoattn.core.variant import Value, Variant
 from autoattn.errors import SpaceError
 
 VERSION = 2
 _TILE = "BLOCK_M", "BLOCK_N"
+_SHARED = "SPLITS", "PACK_GQA"  # parameters of programs that share keys, and of heads that share a tile
 
 
 class _VariantText(msgspec.Struct, forbid_unknown_fields=True):
@@ -175,9 +176,10 @@ def first_of(
     """What a call runs of a list: its first variant that can run, or what stands in for a first one that cannot.
 
     What stands behind the first is for problems alike of other sizes, so that it runs where such problems were
-    measured. It says nothing of facts that no measured problem had, as what changes scores. There, a starter of the
-    same tile runs that has the fewest other parameters; where none of the template can run, one of the nearest tile.
-    Programs that share keys, or heads that share a tile, have their tiles for other reasons.
+    measured. It says nothing of facts that no measured problem had, as what changes scores, or online numerics, and the
+    last of a list is there to run at all. So there each variant of the list, in turn, has a stand-in: a starter of its
+    template and tile that shares keys and heads as it does, and has the fewest other parameters. Where there is none,
+    one of the nearest tile runs.
 
     Args:
         suiting: the list that the portfolio has for the problem.
@@ -185,20 +187,34 @@ def first_of(
         seeds: of the templates, those that can run; not asked for where the first of the list can.
     """
     first = next(able, None)
-    if not suiting or first == suiting[0] or has_measured_facts(problem):
-        return first
-    wanted = suiting[0]
-    params = wanted.as_dict()
-    if "SPLITS" in params or "PACK_GQA" in params:
+    measured = has_measured_facts(problem) and problem.numerics is Numerics.ANY
+    if not suiting or first == suiting[0] or measured:
         return first
     starters = [*([] if first is None else [first]), *able, *seeds]
-    kin = [starter for starter in starters if starter.template == wanted.template]
-    alike = [starter for starter in kin if all(starter.as_dict()[name] == params[name] for name in _TILE)]
-    if alike:
-        return min(alike, key=lambda starter: sum(starter.as_dict().get(name) != params[name] for name in params))
-    if kin:
-        return first
-    return min(starters, key=lambda starter: _octaves(params, starter.as_dict()), default=None)
+    for wanted in suiting[:-1]:
+        alike = [starter for starter in starters if _are_alike(wanted, starter)]
+        if alike:
+            return min(alike, key=lambda starter: _others(wanted, starter))
+    return min(starters, key=lambda starter: _distance(suiting[0], starter), default=None)
+
+
+def _are_alike(wanted: Variant, starter: Variant) -> bool:
+    """Whether two variants of a template have the same tile, and share keys and heads alike."""
+    one, other = wanted.as_dict(), starter.as_dict()
+    return starter.template == wanted.template and all(one.get(name) == other.get(name) for name in (*_TILE, *_SHARED))
+
+
+def _others(wanted: Variant, starter: Variant) -> int:
+    """How many parameters differ."""
+    theirs = starter.as_dict()
+    return sum(theirs.get(name) != value for name, value in wanted.as_dict().items())
+
+
+def _distance(wanted: Variant, starter: Variant) -> tuple[bool, int, float, int]:
+    """How far two variants are apart: in their templates, in what they share, in their tiles, and in the rest."""
+    one, other = wanted.as_dict(), starter.as_dict()
+    shared = sum(one.get(name) != other.get(name) for name in _SHARED)
+    return starter.template != wanted.template, shared, _octaves(one, other), _others(wanted, starter)
 
 
 def _octaves(one: Mapping[str, Value], other: Mapping[str, Value]) -> float:

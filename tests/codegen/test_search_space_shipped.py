@@ -462,3 +462,30 @@ def test_long_outputs_that_nobody_tuned_have_wide_tiles_on_hopper(tokens: int, h
         variant = portfolio.default(asked, card)
         assert variant.template == "gluon/forward"
         assert variant["BLOCK_M"] >= 128
+
+
+@pytest.mark.parametrize("tokens", [4096, 16384, 32768, 131_072])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"numerics": Numerics.ONLINE},
+        {"modifiers": Modifiers(alibi=True)},
+        {"modifiers": Modifiers(softcap=True)},
+        {"modifiers": Modifiers(sinks=True)},
+    ],
+    ids=["online", "alibi", "softcap", "sinks"],
+)
+def test_where_the_portfolio_was_not_measured_long_outputs_do_not_run_the_last_of_its_list(
+    changes: dict[str, Any], tokens: int, head_dim: int, mask: str
+) -> None:
+    """It has steps of 32 keys, and all problems can run it."""
+    asked = problem(
+        dtype=DType.BFLOAT16, batch=1, heads_q=32, heads_kv=8, mask=Mask.parse(mask), seq_q=tokens, seq_kv=tokens,
+        head_dim=head_dim, head_dim_v=head_dim, **changes,
+    )  # fmt: skip
+    for card in (H200, H100):
+        variant = portfolio.default(asked, card)
+        assert variant.template == "gluon/forward"
+        assert variant["BLOCK_N"] >= 64
