@@ -449,8 +449,8 @@ def test_gradients_of_heads_run_next_to_one_another_only_where_the_l2_holds_what
     assert space.default(asked, H100).template == "gluon/backward"
 
 
-@pytest.mark.parametrize("tokens", [4096, 16384, 32768, 65536, 131_072])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("tokens", [4096, 32768, 131_072])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_long_outputs_that_nobody_tuned_have_wide_tiles_on_hopper(tokens: int, head_dim: int, mask: str) -> None:
     """Tiles of 64 rows take four times as long there."""
@@ -464,8 +464,8 @@ def test_long_outputs_that_nobody_tuned_have_wide_tiles_on_hopper(tokens: int, h
         assert variant["BLOCK_M"] >= 128
 
 
-@pytest.mark.parametrize("tokens", [4096, 16384, 32768, 131_072])
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+@pytest.mark.parametrize("tokens", [4096, 16384, 131_072])
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize(
     "changes",
