@@ -186,10 +186,7 @@ class Workshop:
                     pending = deque(slot for slot in pending if slot.trial is not None or slot.inspected is not None)
                 else:
                     self._look_ahead(pending, best_us)  # before the sampler thinks: the GPU need not wait for it
-                    while len(pending) < self._window(study, budget) and more():
-                        if (variant := study.propose(more)) is None:
-                            break
-                        pending.append(self._begin(study.problem, variant))
+                    self._begin_ahead(pending, study, budget, more)
                     self._look_ahead(pending, best_us)
                 if not pending:
                     return
@@ -345,6 +342,13 @@ class Workshop:
             return sys.maxsize
         return max(min(2 * self._jobs, max(MEASURED_WINDOW, budget // WINDOW_SHARE)), 2 * self._cards)
 
+    def _begin_ahead(self, pending: deque[_Slot], study: Proposer, budget: int, more: Callable[[], bool]) -> None:
+        """Begins what the study proposes, as far as it may be in flight."""
+        while len(pending) < self._window(study, budget) and more():
+            if (variant := study.propose(more)) is None:
+                return
+            pending.append(self._begin(study.problem, variant))
+
     def _begin(self, problem: Problem, variant: Variant) -> _Slot:
         source = render.render(problem, variant)
         if source.digest not in self._reports and source.digest not in self._tickets.values():
@@ -359,8 +363,10 @@ class Workshop:
         ahead = 2 * len(self._gpus.places_for(pending[0].problem)) - 1
         for slot in list(pending)[:ahead]:
             report = self._reports.get(slot.source.digest)
-            free = self._gpus.free_for(slot.problem, [(look.problem, look.place) for look in self._looks.values()])
-            if report is None or not free:
+            if report is None:
+                return
+            looks = [(look.problem, look.place) for look in self._looks.values()]
+            if not (free := self._gpus.free_for(slot.problem, looks)):
                 return
             if slot.trial is not None or slot.inspected is not None:
                 continue

@@ -431,6 +431,15 @@ def test_each_card_looks_at_one_variant_at_a_time_in_the_order_of_the_proposals(
     assert [place["CUDA_VISIBLE_DEVICES"] for place in shop.bench.apart] == [str(number) for number in range(cards)]
 
 
+def go_on(shop: Workshop, works: list[Any], left: int = 0) -> list[Any]:
+    """Goes on with searches beside one another until at most so many are left, which it gives."""
+    while len(works) > left:
+        works = [work for work in works if next(work, "ended") != "ended"]
+        if len(works) > left:
+            shop.wait()
+    return works
+
+
 def test_what_is_on_a_card_when_time_is_up_is_waited_for_and_no_more_is_begun(bench: Bench) -> None:
     shop = Workshop(samples.A30, measured=True, jobs=6, cards=["0", "1"])
     done: list[Screen] = []
@@ -461,12 +470,7 @@ def test_a_problem_has_its_looks_and_its_finals_on_one_card_while_others_have_th
         shop.search(Studied(variants(6), problem), more=lambda: True, late=lambda: False, heard=lambda _: None)
         for problem in problems
     ]
-    while len(works) == 2:  # the one that is left may have both cards
-        works = [work for work in works if next(work, "ended") != "ended"]
-        if len(works) == 2:
-            shop.wait()
-    for work in works:
-        shop.alone(work)
+    go_on(shop, go_on(shop, works, left=1))  # the one that is left may have both cards
     for problem in problems:
         shop.alone(shop.final(problem, variants(2), seconds=0.5, seed=7))
     jobs, places = shop.bench.asked, shop.bench.places  # type: ignore[attr-defined]
@@ -489,10 +493,7 @@ def test_a_card_has_the_next_look_of_another_problem_before_the_last_one_ends(be
         shop.search(Studied(variants(6), problem), more=lambda: True, late=lambda: False, heard=lambda _: None)
         for problem in problems
     ]
-    while works:
-        works = [work for work in works if next(work, "ended") != "ended"]
-        if works:
-            shop.wait()
+    go_on(shop, works)
     assert max(most) == 2
 
 
@@ -595,10 +596,7 @@ def test_two_searches_go_on_together_and_each_hears_its_own_in_order(bench: Benc
         )
         for one, study in enumerate(studies)
     ]
-    while works:
-        works = [work for work in works if next(work, "ended") != "ended"]
-        if works:
-            shop.wait()
+    go_on(shop, works)
     assert [trial.variant for one, trial in heard if one == 0] == proposals
     assert [trial.variant for one, trial in heard if one == 1] == list(reversed(proposals))
     assert len({one for one, _ in heard[:8]}) == 2, "neither waits for the other"

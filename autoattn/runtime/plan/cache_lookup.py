@@ -199,9 +199,10 @@ class _Lookup:
         """The closest of these problems that can serve."""
         here, distance = self.octaves, tuned_entries.distance
         deterministic = self.problem.deterministic
-        # Those whose gradients were tuned as these are asked for come first, however far the others are. A winner among
-        # online kernels alone says nothing of a problem that may run others.
-        numerics, is_near = (Numerics.ANY, self.problem.numerics), self._nearness()
+        # A winner among online kernels alone says nothing of a problem that may run others.
+        numerics = Numerics.ANY, self.problem.numerics
+        # Those whose gradients were tuned as these are asked for come first, however far the others are.
+        is_near = self._nearness()
         related = [
             (
                 neighbour.deterministic is not deterministic,
