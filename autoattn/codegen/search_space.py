@@ -350,7 +350,8 @@ def _checked(file: space_file.SpaceFile, digest: str) -> SearchSpace:
         fixed=dict(file.fixed),
         implied=implied,
         seeds=tuple(
-            (space_file.rule_of(str(seed.pop("when", 1)), known), {**file.base, **seed}) for seed in file.seeds
+            (space_file.rule_of(str(seed.pop("when", 1)), known), {**file.base, **seed})
+            for seed in space_file.each_seed(file.seeds)
         ),
     )
     _check_rehearsal(space)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -36,7 +37,7 @@ class SpaceFile(msgspec.Struct, forbid_unknown_fields=True):
     parameters: Annotated[dict[str, _Parameter], msgspec.Meta(min_length=1)]
     let: dict[str, str]
     require: list[_Requirement]
-    seeds: Annotated[list[dict[str, int | str]], msgspec.Meta(min_length=1)]
+    seeds: Annotated[list[dict[str, int | str | list[int | str]]], msgspec.Meta(min_length=1)]
     base: dict[str, int | str]
     fixed: dict[str, int | str] = {}
     triton: list[str] = []
@@ -48,6 +49,14 @@ class SpaceFile(msgspec.Struct, forbid_unknown_fields=True):
     rehearsal: dict[str, int | str] = {}
     ablation: list[str] = []
     barriers: list[str] = []
+
+
+def each_seed(seeds: Iterable[Mapping[str, int | str | list[int | str]]]) -> Iterator[dict[str, int | str]]:
+    """The seeds that entries of the file stand for: one for each crossing of the values that they list."""
+    for seed in seeds:
+        values = [value if isinstance(value, list) else [value] for value in seed.values()]
+        for crossing in itertools.product(*values):
+            yield dict(zip(seed, crossing, strict=True))
 
 
 def read(template: str) -> tuple[Path, SpaceFile]:

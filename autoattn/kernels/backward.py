@@ -31,7 +31,7 @@ POINTERS = (
     *("query_ptr", "key_ptr", "value_ptr", "output_ptr", "lse_ptr", "output_grad_ptr", "lse_grad_ptr"),
     *("row_lse_ptr", "delta_ptr", "query_sums_ptr", "query_grad_ptr", "key_grad_ptr", "value_grad_ptr"),
     *("cu_seqlens_q_ptr", "cu_seqlens_kv_ptr", "turns_ptr", "bias_ptr", "slopes_ptr"),
-    *("bias_grad_ptr", "bias_sums_ptr", "slope_rows_ptr", "slope_grad_ptr"),
+    *("bias_grad_ptr", "bias_sums_ptr", "slope_rows_ptr", "slope_grad_ptr", "key_sums_ptr"),
     *(f"{name}_copy_ptr" for name in COPIES),
 )
 # The numbers of a signature that sizes decide: what calls that differ in sizes alone are launched with.
@@ -56,6 +56,8 @@ class Scratch:
     rows: Tensor
     sums: Tensor | None  # [numbers] float32, in which the queries' gradients are added up; None where none are
     turns: Tensor | None  # [counters] int32, of programs that have added; None where they add as they come
+    # [numbers] float32, what programs leave of the gradients of keys and values that they share; None where none do
+    key_sums: Tensor | None
     copies: dict[str, Tensor] = field(default_factory=dict)  # of COPIES -> [batch, heads, head_dim, rows]; maybe none
 
 
@@ -66,6 +68,7 @@ class ScratchShapes:
     rows: tuple[int, int, int, int]
     sums: int
     turns: int
+    key_sums: int
     copies: dict[str, tuple[int, ...]]
 
 
@@ -88,7 +91,7 @@ def empty_gradients(problem: Problem, operands: Operands) -> Gradients:
 
 def launch(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, gradients: Gradients) -> None:
     """Runs the kernels on the current stream of the tensors' device."""
-    scratch = empty_scratch(kernel, problem, operands.query)
+    scratch = empty_scratch(kernel, problem, operands.query, operands.key)
     bias_sums = _empty_bias_sums(kernel, problem, gradients)
     arguments = _arguments(kernel, problem, operands, saved, gradients, scratch, bias_sums)
     bias = () if gradients.bias is None else tuple(gradients.bias.shape[:2])
@@ -164,10 +167,11 @@ def ready(
     if not may_bind(problem, operands.query):
         return partial(launch, kernel, problem, operands, saved)
     like = like or empty_gradients(problem, operands)
-    launches = bind(kernel, problem, operands, saved, like, empty_scratch(kernel, problem, operands.query))
+    scratch = empty_scratch(kernel, problem, operands.query, operands.key)
+    launches = bind(kernel, problem, operands, saved, like, scratch)
 
     def again(gradients: Gradients) -> None:
-        scratch = empty_scratch(kernel, problem, operands.query)
+        scratch = empty_scratch(kernel, problem, operands.query, operands.key)
         bias_sums = _empty_bias_sums(kernel, problem, gradients)
         addresses = addresses_of(operands, saved, gradients, scratch, bias_sums)
         for bound in launches:
@@ -190,7 +194,7 @@ def addresses_of(
         scratch.rows[0], scratch.rows[1], scratch.sums, gradients.query, gradients.key, gradients.value,
         operands.cu_seqlens_q, operands.cu_seqlens_kv, scratch.turns, operands.bias, operands.slopes,
         gradients.bias, gradients.bias if bias_sums is None else bias_sums,
-        scratch.rows[2] if gradients.slopes is not None else None, gradients.slopes,
+        scratch.rows[2] if gradients.slopes is not None else None, gradients.slopes, scratch.key_sums,
         *map(scratch.copies.get, COPIES),
     )  # fmt: skip
     return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
@@ -232,13 +236,17 @@ def sink_gradient(sinks: Tensor, rows: Tensor) -> Tensor:
     return -(weights * delta).sum((0, 2))
 
 
-def scratch_shapes(kernel: Kernel, problem: Problem, query: Tensor | View) -> ScratchShapes:
+def scratch_shapes(kernel: Kernel, problem: Problem, query: Tensor | View, key: Tensor | View) -> ScratchShapes:
     """What `empty_scratch` allocates."""
     batch, heads_q, seq_q, _ = query.shape
     numbers = 3 if problem.modifiers.learned_slopes else 2
-    sums, turns = (
-        0 if numbers is None else int(numbers(problem.batch, problem.heads_q, seq_q))
-        for numbers in (kernel.manifest.sums, kernel.manifest.turns)
+    sums, turns, key_sums = (
+        0 if numbers is None else int(numbers(problem.batch, problem.heads_q, rows))
+        for numbers, rows in (
+            (kernel.manifest.sums, seq_q),
+            (kernel.manifest.turns, seq_q),
+            (kernel.manifest.key_sums, key.shape[2]),
+        )
     )
     sizes = problem.batch, problem.heads_q, problem.heads_kv, seq_q, problem.seq_kv
     copies = kernel.manifest.copies(*sizes) if kernel.manifest.copies is not None else {}
@@ -246,16 +254,17 @@ def scratch_shapes(kernel: Kernel, problem: Problem, query: Tensor | View) -> Sc
     if kernel.manifest.rows is not None:
         rows_of_head = int(kernel.manifest.rows(problem.batch, seq_q))
     rows = numbers, batch, heads_q, rows_of_head
-    return ScratchShapes(rows=rows, sums=sums, turns=turns, copies=copies)
+    return ScratchShapes(rows=rows, sums=sums, turns=turns, key_sums=key_sums, copies=copies)
 
 
-def empty_scratch(kernel: Kernel, problem: Problem, query: Tensor) -> Scratch:
+def empty_scratch(kernel: Kernel, problem: Problem, query: Tensor, key: Tensor) -> Scratch:
     """Room for what the kernels of one launch leave for one another."""
-    shapes, manifest = scratch_shapes(kernel, problem, query), kernel.manifest
+    shapes, manifest = scratch_shapes(kernel, problem, query, key), kernel.manifest
     return Scratch(
         rows=query.new_empty(shapes.rows, dtype=torch.float32),
         sums=query.new_empty(shapes.sums, dtype=torch.float32) if manifest.sums is not None else None,
         turns=query.new_empty(shapes.turns, dtype=torch.int32) if manifest.turns is not None else None,
+        key_sums=query.new_empty(shapes.key_sums, dtype=torch.float32) if manifest.key_sums is not None else None,
         copies={name: query.new_empty(shape) for name, shape in shapes.copies.items()},
     )
 
@@ -269,7 +278,7 @@ def _arguments(
     of_views = operands.query, operands.key, operands.value, saved.output, saved.output_grad, *three
     tensors = dict(zip(VIEWS, of_views, strict=True))
     views = {name: View.of(tensor) for name, tensor in tensors.items()}
-    shapes = scratch_shapes(kernel, problem, views["query"])
+    shapes = scratch_shapes(kernel, problem, views["query"], views["key"])
     arguments: dict[str, object] = {
         **dict(zip(SIZED, sized_arguments(problem, views, shapes, ScoreViews.of(operands)), strict=True)),
         **{f"{name}_ptr": tensor for name, tensor in tensors.items()},
@@ -279,6 +288,7 @@ def _arguments(
         "delta_ptr": scratch.rows[1],
         "query_sums_ptr": scratch.sums,
         "turns_ptr": scratch.turns,
+        "key_sums_ptr": scratch.key_sums,
         "heads_q": problem.heads_q,
         "heads_kv": problem.heads_kv,
         "cu_seqlens_q_ptr": operands.cu_seqlens_q,

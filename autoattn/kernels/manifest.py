@@ -61,6 +61,7 @@ class Manifest:
     rows: Sizes | None = None  # of a head, for which there is room where packed sequences begin at rows of their own
     sums: Sizes | None = None  # float32 in which the gradients of queries are added up
     turns: Sizes | None = None  # int32: programs that have added
+    key_sums: Sizes | None = None  # float32 that programs leave of the gradients of keys and values that they share
     copies: Callable[..., dict[str, tuple[int, ...]]] | None = None  # tensor -> shape of its turned copy
 
     def dealt(self, batch: int, heads: int, rows: int, sm_count: int) -> DealtSizes:
@@ -86,7 +87,7 @@ def described(name: str) -> str:
 
 _FUNCTIONS = (
     *("grid", "grids", "grid_before", "turned"),
-    *("scratch", "arrivals", "tiles", "partials", "rows", "sums", "turns", "copies"),
+    *("scratch", "arrivals", "tiles", "partials", "rows", "sums", "turns", "key_sums", "copies"),
 )
 
 

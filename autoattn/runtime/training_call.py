@@ -61,6 +61,7 @@ class Memory:
     scratch: backward.ScratchShapes  # of what the kernels leave for one another, of which the next say where it lies
     rows: int  # bytes of each query's LSE, of its delta, and of its part of a learned slope's gradient
     sums: int  # bytes behind these, in which queries' gradients are added up
+    key_sums: int  # behind which bytes of them stand gradients of keys and values that programs share
     queries: int  # rows of the query's view
     numbers: int  # of 4 bytes, of all that the kernels leave for one another; behind the sums stand the turns
     copies: tuple[int, ...]  # behind which bytes of these stand turned copies of float32 factors; maybe none
@@ -69,9 +70,10 @@ class Memory:
     def of(cls, both: gradient_problem.Pass, views: Views) -> Memory:
         """Of calls whose query, key and value lie like these."""
         problem, layout = both.backward_problem, both.problem.layout
-        scratch = backward.scratch_shapes(both.backward, problem, views[0])
+        scratch = backward.scratch_shapes(both.backward, problem, *views[:2])
         rows, sums = math.prod(scratch.rows), scratch.sums
-        end = room = -(-(rows + sums + scratch.turns) // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS
+        key_sums = -(-(rows + sums + scratch.turns) // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS
+        end = room = -(-(key_sums + scratch.key_sums) // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS
         copies: tuple[int, ...] = ()
         if scratch.copies:
             sizes = [math.prod(scratch.copies[name]) for name in backward.COPIES if name in scratch.copies]
@@ -88,6 +90,7 @@ class Memory:
             scratch=scratch,
             rows=4 * (rows // scratch.rows[0]),
             sums=4 * sums,
+            key_sums=4 * key_sums,
             queries=query.shape[2],
             numbers=end,
             copies=copies,
@@ -183,6 +186,7 @@ class TrainingCall:
             _address(grads.bias if grads.bias_sums is None else grads.bias_sums),
             0 if grads.slopes is None else room + 2 * memory.rows,
             _address(grads.slopes),
+            room + memory.key_sums,
         )
         if memory.copies:
             addresses += tuple(room + begin for begin in memory.copies)
@@ -248,7 +252,7 @@ class TrainingCall:
             output_grad=self._view(output_grad),
             lse_grad=sums if kernel.source.traits.lse else None,  # only what it is like counts
         )
-        scratch = backward.empty_scratch(kernel, problem, operands.query)
+        scratch = backward.empty_scratch(kernel, problem, operands.query, operands.key)
         gradients = backward.empty_gradients(problem, operands)
         launches = backward.bind(kernel, problem, operands, saved, gradients, scratch)
         self.models.append(launches)

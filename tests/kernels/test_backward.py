@@ -68,11 +68,11 @@ def test_a_bound_launch_is_the_ordinary_one_elsewhere(facts: dict[str, Any], cop
         gradient_check.make_case(one, torch.device("cpu"), torch.Generator().manual_seed(seed)) for seed in (0, 1)
     )
     made = gradient_check.room_of(first)
-    scratch = backward.empty_scratch(kernel, one, first.operands.query)
+    scratch = backward.empty_scratch(kernel, one, first.operands.query, first.operands.key)
     launches = backward.bind(kernel, one, first.operands, first.saved, made, scratch)
     found = gradient_check.room_of(second)
     backward.launch(kernel, one, second.operands, second.saved, found)
-    own = backward.empty_scratch(kernel, one, second.operands.query)
+    own = backward.empty_scratch(kernel, one, second.operands.query, second.operands.key)
     addresses = backward.addresses_of(second.operands, second.saved, found, own)
     assert len(addresses) == len(backward.POINTERS)
     for launch in launches:
@@ -148,7 +148,7 @@ def test_resized_launches_are_those_that_are_bound_at_other_sizes(
     def bound(problem: Problem) -> tuple[tuple[Bound, ...], dict[str, View]]:
         case = gradient_check.make_case(problem, torch.device("cpu"), torch.Generator().manual_seed(0))
         room = gradient_check.room_of(case)
-        scratch = backward.empty_scratch(kernel, problem, case.operands.query)
+        scratch = backward.empty_scratch(kernel, problem, case.operands.query, case.operands.key)
         operands, saved = case.operands, case.saved
         tensors = operands.query, operands.key, operands.value, saved.output, saved.output_grad
         views = [View.of(tensor) for tensor in (*tensors, room.query, room.key, room.value)]
@@ -157,7 +157,7 @@ def test_resized_launches_are_those_that_are_bound_at_other_sizes(
 
     other = replace(first, **sizes)
     expected, views = bound(other)
-    shapes = backward.scratch_shapes(kernel, other, views["query"])
+    shapes = backward.scratch_shapes(kernel, other, views["query"], views["key"])
     resized = backward.resize(bound(first)[0], kernel, other, views, shapes)
     assert [launch.given for launch in resized] == [launch.given for launch in expected]
     for ours, theirs in zip(resized, expected, strict=True):
@@ -217,10 +217,11 @@ def test_launches_that_read_other_tensors_or_numbers_are_never_bound(modifiers: 
 
 def test_rows_have_room_for_every_tile_of_queries() -> None:
     one = gradient_kernels.problem()
-    rows = backward.empty_scratch(kernel_of(one), one, torch.empty(2, 4, 129, 16)).rows
+    query = torch.empty(2, 4, 129, 16)
+    rows = backward.empty_scratch(kernel_of(one), one, query, query).rows
     assert (rows.shape, rows.dtype) == ((2, 2, 4, 256), torch.float32)
     sloped = gradient_kernels.problem(modifiers=Modifiers(alibi=True, learned_slopes=True))
-    assert backward.empty_scratch(kernel_of(sloped), sloped, torch.empty(2, 4, 129, 16)).rows.shape == (3, 2, 4, 256)
+    assert backward.empty_scratch(kernel_of(sloped), sloped, query, query).rows.shape == (3, 2, 4, 256)
 
 
 @pytest.mark.usefixtures("card")
@@ -258,7 +259,7 @@ def test_resized_launches_of_packed_sequences_are_those_that_are_bound_at_other_
     def bound(problem: Problem) -> tuple[tuple[Bound, ...], dict[str, View]]:
         case = gradient_check.make_case(problem, torch.device("cpu"), torch.Generator().manual_seed(0))
         room, saved, operands = gradient_check.room_of(case), case.saved, case.operands
-        scratch = backward.empty_scratch(kernel, problem, operands.query)
+        scratch = backward.empty_scratch(kernel, problem, operands.query, operands.key)
         tensors = operands.query, operands.key, operands.value, saved.output, saved.output_grad
         views = [View.of(tensor) for tensor in (*tensors, room.query, room.key, room.value)]
         launches = backward.bind(kernel, problem, operands, saved, room, scratch)
@@ -266,7 +267,7 @@ def test_resized_launches_of_packed_sequences_are_those_that_are_bound_at_other_
 
     other = replace(first, batch=5, seq_q=80, seq_kv=70, tokens_q=301, tokens_kv=299)
     expected, views = bound(other)
-    shapes = backward.scratch_shapes(kernel, other, views["query"])
+    shapes = backward.scratch_shapes(kernel, other, views["query"], views["key"])
     for ours, theirs in zip(backward.resize(bound(first)[0], kernel, other, views, shapes), expected, strict=True):
         assert ours.given == theirs.given
         assert [maps.axes for *_, maps in ours.maps] == [maps.axes for *_, maps in theirs.maps]

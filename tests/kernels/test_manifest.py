@@ -24,7 +24,7 @@ from autoattn.kernels.manifest import Language, Manifest
 
 FUNCTIONS = {
     *("grid", "grids", "grid_before", "turned", "scratch", "arrivals", "tiles", "partials"),
-    *("rows", "sums", "turns", "copies"),
+    *("rows", "sums", "turns", "key_sums", "copies"),
 }
 TABLES = {
     "SIGNATURE": "signature", "PARTS": "parts", "PERSISTENT": "programs_an_sm", "PACK_GQA": "packs_all_heads",
@@ -71,6 +71,7 @@ SOURCES = {
     "gluon, gradients in order": lambda: hopper_gradients.source(
         hopper_gradients.problem(), order="ascending", schedule="one_tile"
     ),
+    "gluon, gradients of shared keys": lambda: hopper_gradients.source(hopper_gradients.problem(), WALKED_HEADS=2),
 }
 every_text = pytest.mark.parametrize("name", SOURCES)
 

@@ -243,7 +243,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
                 lse_grad=None if saved.lse_grad is None else sums,
             ),
             replace(gradients, **{name: room[f"{name}_grad"] for name in ("query", "key", "value")}, **learned),
-            backward.empty_scratch(kernel, one, room["query"]),
+            backward.empty_scratch(kernel, one, room["query"], room["key"]),
         )  # fmt: skip
 
     bound_both: dict[Callable[..., None], tuple[Operands, Saved, Gradients]] = {}

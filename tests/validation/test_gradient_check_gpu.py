@@ -239,6 +239,41 @@ def test_programs_that_walk_many_tiles_give_the_gradients_of_programs_of_one(kin
     assert tried >= 1 or (order == "descending" and "mask" not in kind), "without a mask it is ascending's mirror image"
 
 
+SHARED: list[dict[str, Any]] = [
+    {"mask": "causal", "head_dim": 128},
+    {"head_dim": 64, "heads_kv": 2, "seq_kv": 1500},
+    {"mask": "window:40,9", "head_dim": 80, "head_dim_v": 56, "dtype": DType.FLOAT16},
+    {"mask": "causal", "head_dim": 192, "head_dim_v": 128, "heads_kv": 2},
+    {"mask": "causal", "head_dim": 256, "seq_q": 1000},
+    {"mask": "causal", "head_dim": 64, "modifiers": Modifiers(softcap=True, sinks=True)},
+    {"mask": Mask.blocks(128, 128, 0.5, DOCUMENTS), "head_dim": 128, "heads_kv": 2},
+    {**PACKED, "head_dim": 128},
+    {**PACKED, "head_dim": 64, "deterministic": True},
+    {"mask": "causal", "head_dim": 128, "deterministic": True},
+    {"head_dim": 256, "deterministic": True},
+]
+
+
+@pytest.mark.parametrize("kind", SHARED, ids=str)
+def test_programs_that_walk_some_heads_of_their_keys_pass_the_gate(kind: dict[str, Any]) -> None:
+    """Every seed of such programs; those that add in turn give the same bits again and again, as a race would show."""
+    one = sized(**{"batch": 1, "heads_kv": 1, **kind})
+    if present().arch != 90:
+        pytest.skip("the template is for Hopper")
+    points = search_space.load(hopper_gradients.TEMPLATE)
+    chosen = [each for each in points.seeds_for(one, present()) if points.params_of(each)["WALKED_HEADS"]]
+    assert chosen, "few heads of keys have programs that walk few heads"
+    for variant in chosen:
+        kernel = compiler.load(render.render(one, variant), CUDA)
+        verdict = Gate(one, CUDA).judge(kernel)
+        assert verdict.ok, f"{variant}: {verdict.reason}"
+        if points.repeats(variant):
+            case = gradient_check.full_case(one, CUDA, torch.Generator().manual_seed(0))
+            first = gradient_check.run(kernel, case)
+            for _ in range(250):
+                assert gradient_check.unlike(first, gradient_check.run(kernel, case)) == "", str(variant)
+
+
 @pytest.mark.parametrize("template", [gradient_kernels.TEMPLATE, hopper_gradients.TEMPLATE])
 def test_a_large_problem_is_right_at_its_first_and_last_head(template: str) -> None:
     one = sized(batch=2, heads_q=16, heads_kv=4, seq_q=4096, seq_kv=4096, head_dim=128, mask="causal")
