@@ -240,14 +240,13 @@ def scratch_shapes(kernel: Kernel, problem: Problem, query: Tensor | View, key: 
     """What `empty_scratch` allocates."""
     batch, heads_q, seq_q, _ = query.shape
     numbers = 3 if problem.modifiers.learned_slopes else 2
-    sums, turns, key_sums = (
-        0 if numbers is None else int(numbers(problem.batch, problem.heads_q, rows))
-        for numbers, rows in (
-            (kernel.manifest.sums, seq_q),
-            (kernel.manifest.turns, seq_q),
-            (kernel.manifest.key_sums, key.shape[2]),
-        )
+    sums, turns = (
+        0 if numbers is None else int(numbers(problem.batch, problem.heads_q, seq_q))
+        for numbers in (kernel.manifest.sums, kernel.manifest.turns)
     )
+    key_sums = 0
+    if kernel.manifest.key_sums is not None:
+        key_sums = int(kernel.manifest.key_sums(problem.batch, problem.heads_q, problem.heads_kv, key.shape[2]))
     sizes = problem.batch, problem.heads_q, problem.heads_kv, seq_q, problem.seq_kv
     copies = kernel.manifest.copies(*sizes) if kernel.manifest.copies is not None else {}
     rows_of_head = -(-seq_q // ROW_STEP) * ROW_STEP

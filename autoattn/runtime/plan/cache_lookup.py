@@ -36,6 +36,9 @@ NEAR = 1.0
 SISTER_OCTAVES = 1.0  # that a sister card's problem counts as farther away than one of this card
 # Octaves on caches, whose winners share tiles among as many programs as their sizes ask for (decisions/key-caches.md).
 NEAR_CACHE = 0.5
+# Octaves of gradients of keys that query heads share: how many heads a program should walk differs from size to size, and
+# seeds that were measured tell it (decisions/shared-key-gradients.md).
+NEAR_SHARED_KEYS = 1.0
 
 
 def explain(problem: Problem, device: Device | None, folder: Path | None = None) -> Explanation:
@@ -247,7 +250,18 @@ class _Lookup:
             return lambda neighbour, octaves: octaves <= NEAR_CACHE or (full and fills(neighbour.octaves))
         if portfolio.has_measured_facts(self.problem) and bool(self.suiting):
             return lambda neighbour, _: tuned_entries.distance(neighbour.work, self.work) <= NEAR
+        if self._default_walks_measured_heads():
+            group = self.octaves[3]
+            return lambda neighbour, octaves: octaves <= NEAR_SHARED_KEYS and neighbour.octaves[3] == group
         return lambda neighbour, octaves: True
+
+    def _default_walks_measured_heads(self) -> bool:
+        """Whether query heads share keys, and the default is of a template that chooses how many a program walks."""
+        if self.problem.op is not Op.BACKWARD or self.problem.group_size == 1:
+            return False
+        able = (space for space, seeds in self.rules.seeds if any(True for _ in seeds.feasible(self.facts)))
+        space = next(able, None)
+        return space is not None and "WALKED_HEADS" in space.choices
 
     def predicted_entry(self) -> Explanation | None:
         """The problem itself was predicted for this kind of card."""

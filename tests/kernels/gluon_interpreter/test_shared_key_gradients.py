@@ -28,6 +28,7 @@ TURNS: dict[str, Any] = {"schedule": "dynamic", "order": "descending"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one head each": ({}, {**WALK, "WALKED_HEADS": 1}),
     "two heads each": ({}, {**WALK, "WALKED_HEADS": 2}),
+    "two heads each, and one": ({"heads_q": 6}, {**WALK, "WALKED_HEADS": 2}),
     "of 128 columns": ({"head_dim": 128}, {**WALK, "WALKED_HEADS": 1}),
     "of 96 columns, values of 72": ({"head_dim": 96, "head_dim_v": 72}, {**WALK, "WALKED_HEADS": 2}),
     "a program a tile": ({"mask": "full"}, {**ONE_TILE, "WALKED_HEADS": 1}),
@@ -78,7 +79,7 @@ def judged(text: Source, one: Problem, programs: int = 2) -> str:
 
 
 @pytest.mark.parametrize(
-    "kind", rarely(CASES, lambda kind: kind in ("one head each", "a program a tile", "in turns", "wide heads"))
+    "kind", rarely(CASES, lambda kind: kind in ("one head each", "two heads each, and one", "a program a tile", "in turns", "wide heads"))
 )
 def test_gradients_of_shared_keys_are_the_sums_of_what_each_programs_heads_give(kind: str) -> None:
     facts, chosen = CASES[kind]
@@ -102,14 +103,15 @@ def test_keys_of_packed_sequences_have_gradients_of_their_own_heads(head_dim: in
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("parts = heads_q // heads_kv // WALKED_HEADS", "parts = heads_q // heads_kv // WALKED_HEADS - 1"),
+        ("parts = tl.cdiv(heads_q // heads_kv, WALKED_HEADS)", "parts = heads_q // heads_kv // WALKED_HEADS"),
+        ("walked = gl.minimum(WALKED_HEADS, (i_kv + 1) * group_size - begin_h)", "walked = WALKED_HEADS"),
         ("i_h = begin_h + member", "i_h = begin_h // WALKED_HEADS + member"),
         ("mask=(o_n < held)[:, None]", "mask=(o_n < held + 1)[:, None]"),
     ],
-    ids=["a part is left out", "heads of others are walked", "a row of the next head is written"],
+    ids=["a part is left out", "a head of other keys is walked", "heads are walked twice", "a row too many is written"],
 )
 def test_a_kernel_that_adds_up_other_parts_is_wrong(right: str, wrong: str) -> None:
-    one = problem(seq_kv=150)
+    one = problem(heads_q=6)
     assert judged(planted(rendered(one, **WALK, WALKED_HEADS=2), right, wrong), one) != ""
 
 

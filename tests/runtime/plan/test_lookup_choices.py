@@ -18,7 +18,7 @@ from autoattn.core.cache_entry import KERNEL, CacheEntry
 from autoattn.core.problem import Numerics, Op, Problem
 from autoattn.core.variant import Variant
 from autoattn.runtime.plan import cache_lookup, tuned_entries
-from autoattn.runtime.plan.cache_lookup import FARTHEST, NEAR, NEAR_CACHE, SISTER_OCTAVES
+from autoattn.runtime.plan.cache_lookup import FARTHEST, NEAR, NEAR_CACHE, NEAR_SHARED_KEYS, SISTER_OCTAVES
 from autoattn.runtime.plan.explanations import Level
 
 H200 = samples.H200
@@ -45,6 +45,9 @@ def is_close(problem: Problem, tuned: Problem, octaves: float) -> bool:
         return octaves <= (FARTHEST if full else NEAR_CACHE)
     if portfolio.was_measured_for(problem, H200) and tuned_entries.work_between(tuned, problem, H200) > NEAR:
         return False
+    if problem.op is Op.BACKWARD and problem.group_size > 1:
+        if search_space.load("gluon/backward").seeds_for(problem, H200):
+            return octaves <= NEAR_SHARED_KEYS and tuned.group_size == problem.group_size
     return octaves <= FARTHEST
 
 
