@@ -154,7 +154,7 @@ class BackwardPasses:
         self.case, self.problem = case, case.problem
 
     def ours(self, card: Device | None) -> tuple[Explanation, Contestant, Run]:
-        """The kernel that the cache has; where it has none, what autograd runs behind a call.
+        """The kernel that the cache has; where it has none, what autograd runs behind calls.
 
         Raises:
             AutoattnError: a cache file is damaged or newer, or there is no plan for a call.
@@ -176,6 +176,9 @@ class BackwardPasses:
         call = Call(problem=output_problem, operands=self._traced(leaves), deterministic=self.problem.deterministic)
         plan = planner.plan(call, lse=False)
         first = Contestant(name=OURS, ours=True, route=plan.explanation.route, level=told.level.value)
+        if plan.gradients is not None:  # launched as by all calls but the first, which leaves its graph to slower ones
+            variant = plan.gradients.source.variant
+            return told, replace(first, route=variant.template, variant=variant), self.by_kernel(variant)
         return told, first, _Late(partial(self._behind, call, plan, leaves))
 
     def _traced(self, leaves: dict[str, Tensor]) -> Operands:

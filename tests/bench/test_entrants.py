@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import fake_device
@@ -21,13 +22,14 @@ from autoattn.baselines import external, pytorch_sdpa
 from autoattn.bench import entrants, kernel_bench
 from autoattn.bench.kernel_results import Inputs, Options, Ours, Row, State, Timing
 from autoattn.cache import store
-from autoattn.codegen import resources, search_space
+from autoattn.codegen import render, resources, search_space
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.modifiers import Bias, Modifiers
 from autoattn.core.problem import Layout, Op, Problem
 from autoattn.core.variant import Source
 from autoattn.kernels import backward, compiler
 from autoattn.reference import attention_formula
+from autoattn.runtime.plan import cache_lookup, planner
 from autoattn.tensors.operands import Gradients, Operands, Saved
 from autoattn.validation import gradient_check
 
@@ -126,6 +128,20 @@ def test_the_kernel_of_the_cache_is_compiled_ahead() -> None:
     entry = remembered(choice="sdpa-cudnn")
     (source,) = kernel_bench.sources([PROBLEM, replace(PROBLEM, head_dim=64)], samples.H200, Ours.DISPATCH)
     assert source.variant == entry.variant
+
+
+def test_a_default_of_gradients_is_launched_as_by_all_calls_but_the_first(
+    kernel: Differentiator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph of the first call launches through Triton, which may take the CPU longer than the card."""
+    variant = search_space.load(gradient_kernels.TEMPLATE).default(PROBLEM, samples.H200)
+    default: Any = SimpleNamespace(source=render.render(PROBLEM, variant))
+    told = cache_lookup.explain(PROBLEM, samples.H200)
+    monkeypatch.setattr(planner, "plan", lambda call, **_: planner.Plan(explanation=told, gradients=default))
+    ours = benched(problem=PROBLEM).contestants[0]
+    assert (ours.state, ours.route, ours.level) == (State.OK, "triton/backward", "default")
+    assert ours.variant == variant
+    assert set(kernel.problems) == {PROBLEM}
 
 
 @pytest.mark.usefixtures("timer")

@@ -78,9 +78,10 @@ def judged(text: Source, one: Problem, programs: int = 2) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize(
-    "kind", rarely(CASES, lambda kind: kind in ("one head each", "two heads each, and one", "a program a tile", "in turns", "wide heads"))
-)
+OFTEN = "one head each", "two heads each, and one", "a program a tile", "in turns", "wide heads"
+
+
+@pytest.mark.parametrize("kind", rarely(CASES, lambda kind: kind in OFTEN))
 def test_gradients_of_shared_keys_are_the_sums_of_what_each_programs_heads_give(kind: str) -> None:
     facts, chosen = CASES[kind]
     one = problem(**facts)
