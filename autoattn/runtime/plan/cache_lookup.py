@@ -36,8 +36,8 @@ NEAR = 1.0
 SISTER_OCTAVES = 1.0  # that a sister card's problem counts as farther away than one of this card
 # Octaves on caches, whose winners share tiles among as many programs as their sizes ask for (decisions/key-caches.md).
 NEAR_CACHE = 0.5
-# Octaves of gradients of keys that query heads share: how many heads a program should walk differs from size to size, and
-# seeds that were measured tell it (decisions/shared-key-gradients.md).
+# Octaves of gradients of keys that query heads share: how many heads a program should walk differs from size to size,
+# and seeds that were measured tell it (decisions/shared-key-gradients.md).
 NEAR_SHARED_KEYS = 1.0
 
 
