@@ -14,7 +14,9 @@ from functools import lru_cache, partial
 from autoattn.core.mask import Alignment, MaskKind
 from autoattn.core.problem import MAX_SIZE, SIZES, Problem
 
-BITS = 4  # that a rounded size keeps: 8 sizes an octave, and each below 16 by itself
+# Below, each size by itself: a tile of 32 rows may serve from 17 on, where the class of 16 had what is left without it.
+SMALL = 32
+BITS = 4  # that a rounded size keeps: 8 sizes an octave
 LARGE_BITS = 3  # the same from LARGE on: 4 sizes an octave
 LARGEST_BITS = 2  # from LARGEST on
 PACKED_BITS = 2  # of packed sequences, which differ in more sizes from batch to batch
@@ -22,9 +24,10 @@ INVARIANT_BATCH = 8  # sequences of the batch for which a kernel is chosen that 
 LARGE, LARGEST = 4096, 16384
 
 
-def rounded(size: int, bits: int = BITS) -> int:
+def rounded(size: int, bits: int = SMALL.bit_length() - 1) -> int:
     """A size rounded down to so many binary digits, or fewer where it is large: powers of two stay, and small sizes."""
-    bits = min(bits, BITS if size < LARGE else LARGE_BITS if size < LARGEST else LARGEST_BITS)
+    if size >= SMALL:
+        bits = min(bits, BITS if size < LARGE else LARGE_BITS if size < LARGEST else LARGEST_BITS)
     step = max(size.bit_length() - bits, 0)
     return size >> step << step
 

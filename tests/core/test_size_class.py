@@ -30,7 +30,7 @@ def test_sizes_keep_their_order_and_there_are_eight_an_octave_or_fewer_where_the
     assert rounded == sorted(rounded)
     for begin, count in ((1024, 8), (2048, 8), (4096, 4), (8192, 4), (16384, 2), (32768, 2)):
         assert len({size for size in rounded if begin <= size < 2 * begin}) == count
-    assert rounded[:15] == list(range(1, 16))
+    assert rounded[:32] == list(range(1, 33))
 
 
 @given(strategies.problems(tiny=False))
