@@ -250,11 +250,13 @@ def test_descriptors_of_packed_tensors_end_boxes_where_a_sequence_ends() -> None
 
 
 @pytest.mark.usefixtures("card")
-def test_resized_launches_of_packed_sequences_are_those_that_are_bound_at_other_sizes() -> None:
+@pytest.mark.parametrize("walked", [0, 1], ids=["all heads that share keys", "one of them"])
+def test_resized_launches_of_packed_sequences_are_those_that_are_bound_at_other_sizes(walked: int) -> None:
     first = hopper_gradients.problem(
         layout=Layout.PACKED, batch=3, heads_q=4, heads_kv=2, seq_q=40, seq_kv=50, tokens_q=90, tokens_kv=110
     )
-    kernel = launched(hopper_gradients.source(hopper_gradients.problem(layout=Layout.PACKED), order="any"))
+    many = hopper_gradients.problem(layout=Layout.PACKED)
+    kernel = launched(hopper_gradients.source(many, order="any", WALKED_HEADS=walked))
 
     def bound(problem: Problem) -> tuple[tuple[Bound, ...], dict[str, View]]:
         case = gradient_check.make_case(problem, torch.device("cpu"), torch.Generator().manual_seed(0))
@@ -268,6 +270,9 @@ def test_resized_launches_of_packed_sequences_are_those_that_are_bound_at_other_
     other = replace(first, batch=5, seq_q=80, seq_kv=70, tokens_q=301, tokens_kv=299)
     expected, views = bound(other)
     shapes = backward.scratch_shapes(kernel, other, views["query"], views["key"])
+    assert shapes.key_sums == walked * other.heads_q * other.tokens_kv * 2 * other.head_dim, (
+        "of each part, keys' and values'"
+    )
     for ours, theirs in zip(backward.resize(bound(first)[0], kernel, other, views, shapes), expected, strict=True):
         assert ours.given == theirs.given
         assert [maps.axes for *_, maps in ours.maps] == [maps.axes for *_, maps in theirs.maps]
