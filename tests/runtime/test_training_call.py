@@ -85,6 +85,16 @@ def test_each_room_lies_behind_the_one_before(
     assert (at["cu_seqlens_q_ptr"], at["lse_grad_ptr"]) == (0, 0)
 
 
+def test_gradients_of_shared_keys_lie_behind_the_turns(launched: list[tuple[int, ...]]) -> None:
+    tensors = tuple(torch.randn(2, 4, 33, 16).half().requires_grad_() for _ in range(3))
+    rooms = {"sums": lambda *sizes: SUMS, "turns": lambda *sizes: 2, "key_sums": lambda *sizes: 10}
+    one = pair(tensors, Layout.BHSD, rooms)
+    torch.autograd.grad(one(*tensors), tensors, torch.randn(2, 4, 33, 16).half())
+    at = dict(zip(backward.POINTERS, launched[0], strict=False))
+    assert at["key_sums_ptr"] - at["row_lse_ptr"] == 4 * (ROWS + SUMS + 4)
+    assert one.memory.numbers == ROWS + SUMS + 4 + 12, "each room begins at a multiple of 16 bytes"
+
+
 def test_turned_copies_lie_behind_the_other_rooms(launched: list[tuple[int, ...]]) -> None:
     tensors = tuple(torch.randn(2, 4, 33, 16).half().requires_grad_() for _ in range(3))
     shapes = {"query": (2, 4, 16, 128), "key": (2, 4, 16, 256), "output_grad": (2, 4, 32, 128)}
