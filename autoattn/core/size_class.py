@@ -14,20 +14,20 @@ from functools import lru_cache, partial
 from autoattn.core.mask import Alignment, MaskKind
 from autoattn.core.problem import MAX_SIZE, SIZES, Problem
 
-# Below, each size by itself: a tile of 32 rows may serve from 17 on, where the class of 16 had what is left without it.
-SMALL = 32
 BITS = 4  # that a rounded size keeps: 8 sizes an octave
+# Below SMALL, each size by itself: a tile of 32 rows may serve from 17 on, where the class of 16 has what is left.
+SMALL_BITS = 5
 LARGE_BITS = 3  # the same from LARGE on: 4 sizes an octave
 LARGEST_BITS = 2  # from LARGEST on
 PACKED_BITS = 2  # of packed sequences, which differ in more sizes from batch to batch
 INVARIANT_BATCH = 8  # sequences of the batch for which a kernel is chosen that serves batches of all sizes alike
-LARGE, LARGEST = 4096, 16384
+SMALL, LARGE, LARGEST = 32, 4096, 16384
 
 
-def rounded(size: int, bits: int = SMALL.bit_length() - 1) -> int:
+def rounded(size: int, bits: int = SMALL_BITS) -> int:
     """A size rounded down to so many binary digits, or fewer where it is large: powers of two stay, and small sizes."""
-    if size >= SMALL:
-        bits = min(bits, BITS if size < LARGE else LARGE_BITS if size < LARGEST else LARGEST_BITS)
+    most = SMALL_BITS if size < SMALL else BITS if size < LARGE else LARGE_BITS if size < LARGEST else LARGEST_BITS
+    bits = min(bits, most)
     step = max(size.bit_length() - bits, 0)
     return size >> step << step
 

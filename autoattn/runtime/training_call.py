@@ -48,6 +48,11 @@ _NO_GRADIENTS = ScoreGradients()
 _READ = "cu_seqlens_q", "cu_seqlens_kv", "bias", "slopes"  # what backward kernels read behind query, key and value
 
 
+def _aligned(numbers: int) -> int:
+    """As many numbers, or the few more behind which the next room may begin."""
+    return -(-numbers // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS
+
+
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -72,8 +77,8 @@ class Memory:
         problem, layout = both.backward_problem, both.problem.layout
         scratch = backward.scratch_shapes(both.backward, problem, *views[:2])
         rows, sums = math.prod(scratch.rows), scratch.sums
-        key_sums = -(-(rows + sums + scratch.turns) // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS
-        end = room = -(-(key_sums + scratch.key_sums) // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS
+        key_sums = _aligned(rows + sums + scratch.turns)
+        end = room = _aligned(key_sums + scratch.key_sums)
         copies: tuple[int, ...] = ()
         if scratch.copies:
             sizes = [math.prod(scratch.copies[name]) for name in backward.COPIES if name in scratch.copies]

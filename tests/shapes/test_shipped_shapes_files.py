@@ -21,6 +21,7 @@ from autoattn.shapes import shapes_file
 OTHERS = (
     "changed_scores",
     "decode",
+    "drawn_shared_keys",
     "float32",
     "h200_backward",
     "h200_dense",
@@ -114,6 +115,8 @@ def test_the_other_files_hold_what_their_names_say() -> None:
     assert {one.packed for one in found["packed"]} == {True, False}
     assert all(one.modifiers.score_mod for one in found["score_mods"])
     assert all(one.heads_q > one.heads_kv and one not in found["training"] for one in found["shared_keys"])
+    drawn, tuned = found["drawn_shared_keys"], {*found["training"], *found["shared_keys"]}
+    assert (len(drawn), all(one.heads_q > one.heads_kv and one not in tuned for one in drawn)) == (24, True)
     assert {(one.head_dim, one.head_dim_v) for one in found["head_dims"]} == {(80, 80), (96, 96), (192, 128), (64, 512)}
     assert {one.precision for one in found["float32"]} == set(Precision)
     assert {one.dtype for one in found["hopper"]} == {DType.BFLOAT16, DType.FLOAT8}

@@ -13,7 +13,7 @@ import triton
 from autoattn.baselines.pytorch_sdpa import SDPA
 from autoattn.cache import inventory, precedence, store
 from autoattn.cache.precedence import Placed
-from autoattn.codegen import portfolio
+from autoattn.codegen import portfolio, search_space
 from autoattn.codegen.space_facts import size_facts
 from autoattn.core import size_class
 from autoattn.core.cache_entry import KERNEL, CacheEntry
@@ -259,9 +259,8 @@ class _Lookup:
         """Whether query heads share keys, and the default is of a template that chooses how many a program walks."""
         if self.problem.op is not Op.BACKWARD or self.problem.group_size == 1:
             return False
-        able = (space for space, seeds in self.rules.seeds if any(True for _ in seeds.feasible(self.facts)))
-        space = next(able, None)
-        return space is not None and "WALKED_HEADS" in space.choices
+        default = next(self._seeds(), None)
+        return default is not None and "WALKED_HEADS" in search_space.load(default.template).choices
 
     def predicted_entry(self) -> Explanation | None:
         """The problem itself was predicted for this kind of card."""
