@@ -26,6 +26,7 @@ from torch import Tensor
 
 from autoattn.baselines import pytorch_sdpa
 from autoattn.baselines.external import Peer
+from autoattn.codegen import render
 from autoattn.core.mask import Mask, MaskKind
 from autoattn.core.modifiers import Bias
 from autoattn.core.problem import DType, Layout, Precision, Problem
@@ -148,7 +149,12 @@ def hides_pairs(problem: Problem) -> bool:
 
 
 def small(problem: Problem, seq_q: int, seq_kv: int, number: int = 0) -> Problem:
-    """The same kind of problem, small: two sequences and two key heads, so that every stride counts."""
+    """The same kind of problem, small: two sequences and two key heads, so that every stride counts.
+
+    Where a kernel loads 16 bytes of a bias at a time, `seq_kv` is rounded up to a number of keys that these divide: a call
+    with other keys runs another text.
+    """
+    seq_kv += -seq_kv % max(1, render.natural_traits(problem).bias_alignment)
     group = GROUPS[number % len(GROUPS)]
     mask = _small_mask(problem.mask, number)
     small_problem = replace(problem, heads_q=2 * group, heads_kv=2, mask=mask, key_lengths=None)

@@ -34,11 +34,12 @@ from planted_calls import (
 )
 from torch import Tensor
 
+from autoattn.codegen import render
 from autoattn.core.modifiers import Bias, Modifiers
 from autoattn.core.problem import DType, Layout, Precision, Problem
 from autoattn.core.variant import Traits
 from autoattn.reference import attention_formula
-from autoattn.validation import output_check
+from autoattn.validation import gradient_check, output_check
 from autoattn.validation.output_check import Case, Gate
 
 PLAIN = kernels.NUMBERS[:4]
@@ -293,6 +294,21 @@ def test_small_problems_keep_what_the_kernel_is_compiled_for() -> None:
         assert case.problem.family == one.family
         assert case.problem.mask.causal
         assert case.problem.batch == 2
+
+
+@pytest.mark.parametrize("gate_of", [output_check.Gate, gradient_check.Gate])
+@pytest.mark.parametrize("bias", [Bias.ADDITIVE, Bias.BOOLEAN, Bias.KEYS])
+def test_no_case_has_a_bias_that_a_kernels_loads_are_too_wide_for(
+    bias: Bias, gate_of: type[output_check.Gate | gradient_check.Gate]
+) -> None:
+    """A load of 16 bytes at another address stops the GPU, and with it all that the process does after it."""
+    one = kernels.problem(seq_q=64, seq_kv=64, head_dim=16, modifiers=Modifiers(bias=bias))
+    assumed = render.natural_traits(one).bias_alignment
+    for case in gate_of(one, CPU).cases:
+        operand = case.operands.bias
+        assert operand is not None
+        steps = *operand.stride()[:-1], operand.shape[3], operand.data_ptr() // operand.element_size()
+        assert all(step % max(1, assumed) == 0 for step in steps), case.name
 
 
 @pytest.mark.parametrize("mask", ["window:9,3", "window:9,0", "window:9,-1", "window:-1,3"])
