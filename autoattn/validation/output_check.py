@@ -151,8 +151,8 @@ def hides_pairs(problem: Problem) -> bool:
 def small(problem: Problem, seq_q: int, seq_kv: int, number: int = 0) -> Problem:
     """The same kind of problem, small: two sequences and two key heads, so that every stride counts.
 
-    Where a kernel loads 16 bytes of a bias at a time, `seq_kv` is rounded up to a number of keys that these divide: a call
-    with other keys runs another text.
+    Where a kernel loads 16 bytes of a bias at once, `seq_kv` is rounded up to a multiple of the keys that these hold: a
+    call with other keys runs another text.
     """
     seq_kv += -seq_kv % max(1, render.natural_traits(problem).bias_alignment)
     group = GROUPS[number % len(GROUPS)]
