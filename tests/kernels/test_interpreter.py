@@ -17,6 +17,7 @@ from autoattn.kernels import interpreter
 
 INDEX_FAILS = triton.__version__.startswith("3.6.") and tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4)
 COMPARISON_FAILS = triton.__version__.startswith("3.9.0")
+ALWAYS = "float8", "patches", "overflow", "shapes"  # of all releases that are known
 
 
 def in_interpreter(script: str) -> object:
@@ -28,7 +29,7 @@ def in_interpreter(script: str) -> object:
 
 
 def test_each_repair_says_which_releases_need_it_and_why() -> None:
-    assert [repair.name for repair in interpreter.REPAIRS] == ["index", "comparison", "float8", "patches"]
+    assert tuple(repair.name for repair in interpreter.REPAIRS) == ("index", "comparison", *ALWAYS)
     assert all("Triton 3." in repair.releases and len(repair.reason) > 40 for repair in interpreter.REPAIRS)
 
 
@@ -46,7 +47,7 @@ def test_a_repair_is_applied_just_where_its_release_has_the_fault() -> None:
     names = in_interpreter(
         "import json; from autoattn.kernels import interpreter; print(json.dumps(interpreter.repair()))"
     )
-    assert names == ["index"] * INDEX_FAILS + ["comparison"] * COMPARISON_FAILS + ["float8", "patches"]
+    assert names == ["index"] * INDEX_FAILS + ["comparison"] * COMPARISON_FAILS + list(ALWAYS)
 
 
 PLANTED = """
@@ -136,6 +137,64 @@ def test_the_language_is_patched_once_in_a_launch_and_again_in_the_next() -> Non
     assert sums == [8.0, 8.0, 8.0, 0.0]
     each, once = counts[1:3], counts[4:6]
     assert each[0] == each[1] > once[0] == once[1] > 0
+
+
+OVERFLOW = """
+import json
+import torch
+import planted_interpreter
+from autoattn.kernels import interpreter
+
+sums = []
+for repair in (False, True):
+    if repair:
+        interpreter.repair()
+    output = torch.zeros(1, dtype=torch.int32)
+    planted_interpreter.sum_of_two[(1,)](output, 2 ** 31 - 1, 1)
+    sums.append(output.item())
+print(json.dumps(sums))
+"""
+
+
+@pytest.mark.interpreter
+def test_an_overflow_is_told_neither_by_the_release_nor_by_its_repair() -> None:
+    assert in_interpreter(OVERFLOW) == [-(2**31), -(2**31)]
+
+
+SHAPES = """
+import json
+import triton.language as tl
+from triton.runtime import interpreter as theirs
+from autoattn.kernels import interpreter
+
+def facts(kind):
+    value = tl.tensor(None, kind)
+    shape = [size.value for size in value.shape]
+    return [str(kind), kind.numel, shape, value.numel.value, str(value.dtype), str(theirs._get_np_dtype(kind))]
+
+def told():
+    pointers = tl.pointer_type(tl.float16)
+    kinds = [tl.block_type(element, sizes) for element in (tl.int1, tl.bfloat16, pointers) for sizes in ([4], [4, 8])]
+    return [facts(kind) for kind in kinds] + [[str(tl.tensor(None, kind).shape) for kind in (tl.int32, pointers)]]
+
+def refusal(sizes):
+    try:
+        tl.block_type(tl.int32, sizes)
+    except Exception as error:
+        return type(error).__name__ + str(error)
+
+wrong = [], [3], [2 ** 21], [2.0]
+before = told(), [refusal(sizes) for sizes in wrong]
+interpreter.repair()
+after = [told() for _ in range(2)][1], [refusal(sizes) for sizes in wrong]
+one, other = (tl.tensor(None, tl.block_type(tl.float32, [tl.constexpr(4)])) for _ in range(2))
+print(json.dumps([before == after, len(set(before[1])), one.shape is other.shape, one.type.shape is other.type.shape]))
+"""
+
+
+@pytest.mark.interpreter
+def test_values_of_one_shape_share_it_and_are_what_they_were() -> None:
+    assert in_interpreter(SHAPES) == [True, 4, True, True]
 
 
 @pytest.mark.interpreter

@@ -120,7 +120,6 @@ def pool() -> Pool:
     folders = [folder for folder in sys.path if Path(folder).is_relative_to(CHECKOUT / "tests")]
     return Pool(
         size=1,
-        preload="quick_interpreter",
         environment={
             "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path(*folders),
             "OMP_NUM_THREADS": "1",

@@ -29,3 +29,9 @@ def ones(rows: tl.constexpr):
 def rows_of_a_device_function(output_ptr):
     """Sets a row of [4, 8] to 1 in each program."""
     tl.store(output_ptr + tl.program_id(0) * 8 + tl.arange(0, 8), ones(8))
+
+
+@triton.jit
+def sum_of_two(output_ptr, first, second):
+    """Adds two numbers in 32 bits, which wrap around."""
+    tl.store(output_ptr, first + second)
