@@ -228,16 +228,17 @@ def predicted(measured: Sequence[Example], screened: Sequence[Example], drawn: S
     cover = variant_pool.cover([*screened, *measured])
     ((card, _),) = Counter(example.device for example in measured).most_common(1)
     failing, model = _failing(measured, variant_pool.cover(screened)), _model(measured, screened)
-    examples, covering = [], frozenset(cover)
+    examples: dict[Problem, Example] = {}
+    covering = frozenset(cover)
     known = {example.problem: example.times_us for example in measured}
-    for problem in [*list(known) * WEIGHT, *drawn]:
+    for problem in dict.fromkeys([*known, *drawn]):
         variants = [variant for variant in variant_pool.feasible(cover, problem, card)
                     if variant not in failing[numbers_of(problem)]]  # fmt: skip
         if variants:
             times = model.times_us(problem, variants, card)
             times |= {variant: time_us for variant, time_us in known.get(problem, {}).items() if variant in covering}
-            examples.append(Example(problem=problem, device=card, times_us=times, rivals_us={}))
-    return examples
+            examples[problem] = Example(problem=problem, device=card, times_us=times, rivals_us={})
+    return [examples[problem] for problem in [*list(known) * WEIGHT, *drawn] if problem in examples]
 
 
 def _model(measured: Sequence[Example], screened: Sequence[Example]) -> TimeModel:
