@@ -4,7 +4,7 @@ python benchmarks/shared_keys.py measure --seconds 500    needs a GPU; adds to d
 python benchmarks/shared_keys.py compare                  needs none
 
 measure: gradients of 8 to 64 query heads on 1 to 8. Of each problem all crossings of WALKED_HEADS, HEAD_GROUP and a few
-bases have a first look of three launches. The fastest meet in rounds, after two of them passed the gate.
+bases pass the gate and have a first look, and the fastest meet in rounds (`measured_calls.py`).
 
 compare: the best time of a problem over that of the best kernel with the number of heads that the search space names
 (`walked_best`), and with each number (docs/decisions/shared-key-gradients.md).
@@ -14,30 +14,28 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import measured_calls
 import msgspec
-import torch
 import typer
+from measured_calls import Subject
 
-from autoattn.codegen import render, search_space
+from autoattn.codegen import search_space
 from autoattn.core import device_profiles
 from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Layout, Op, Problem
-from autoattn.core.variant import Source, Value, Variant
-from autoattn.errors import CompileError
-from autoattn.hardware.timer import Stopwatch
-from autoattn.kernels import compiler
-from autoattn.validation import gradient_check
+from autoattn.core.trial import Trial
+from autoattn.core.variant import Value, Variant
+from autoattn.hardware import nvidia
 
 DATA = Path(__file__).resolve().parent / "data" / "shared_keys.jsonl"
 SPACE = search_space.load("gluon/backward")
@@ -51,7 +49,7 @@ SIZES = (
 PACKED = ((8, 700, 3072), (4, 2000, 4096), (30, 500, 8192), (12, 4000, 16384))  # sequences, the longest, all tokens
 MOST_TOKENS = 64 * 8192  # of all heads; of wide heads half as many
 WALKED, GROUPS = (0, 4, 2, 1), (1, 4, 16, 0)
-FINALISTS, FINAL_SECONDS = 8, 0.15
+FINALISTS = 8
 Times = dict[tuple[int, int, int], float]  # (base, WALKED_HEADS, HEAD_GROUP) -> us
 
 COMMON: dict[str, Value] = {
@@ -170,54 +168,35 @@ def line_of(example: Example) -> str:
 @app.command()
 def measure(
     seconds: Annotated[float, typer.Option(help="After these no problem is begun.")] = 500.0,
-    count: Annotated[int, typer.Option(help="Problems, at most; all are compiled first.")] = 60,
     out: Annotated[Path, typer.Option(help="The file of the measurements.")] = DATA,
 ) -> None:
     """Time crossings of problems that the file does not have."""
-    end = time.monotonic() + seconds
+    card = nvidia.present()
+    if card is None:
+        sys.exit("benchmarks/shared_keys.py measures on an NVIDIA GPU in this machine, and found none")
     known = {example.problem for example in read(out)} if out.exists() else set()
-    chosen = [problem for problem in problems() if problem not in known][:count]
-    sources = {problem: _sources(problem) for problem in chosen}
-    distinct = {source.digest: source for each in sources.values() for source in each.values()}
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        works = dict(zip(distinct, pool.map(_compiles, distinct.values()), strict=True))
-    for problem in chosen:
-        if time.monotonic() > end:
-            break
-        times = _timed(problem, {key: source for key, source in sources[problem].items() if works[source.digest]})
+    subjects: dict[Problem, Subject] = {}
+
+    def subject_of(problem: Problem) -> Subject:
+        subjects[problem] = Subject(problem, card, list(crossings(problem).values()), FINALISTS)
+        return subjects[problem]
+
+    unknown = (problem for problem in problems() if problem not in known)
+    for problem, result in measured_calls.lines(map(subject_of, unknown), time.monotonic() + seconds, card):
+        if isinstance(result, str):
+            print(f"{problem}: {result}", flush=True)
+            continue
+        example = Example(problem=problem, times_us=times_of(problem, subjects[problem].trials, result["times_us"]))
         with out.open("a", encoding="utf-8") as file:
-            print(line_of(Example(problem=problem, times_us=times)), file=file)
-        print(problem, f"{min(times.values()):.1f} us", flush=True)
+            print(line_of(example), file=file)
+        print(f"{problem}: {example.best_us():.1f} us of {len(example.times_us)}", flush=True)
 
 
-def _sources(problem: Problem) -> dict[tuple[int, int, int], Source]:
-    return {key: render.render(problem, variant) for key, variant in crossings(problem).items()}
-
-
-def _compiles(source: Source) -> bool:
-    try:
-        compiler.inspect(source, 90)
-    except CompileError:
-        return False
-    return True
-
-
-def _timed(problem: Problem, sources: dict[tuple[int, int, int], Source]) -> Times:
-    """First looks of all kernels, and medians of rounds of the fastest."""
-    device = torch.device("cuda")
-    watch = Stopwatch(device)
-    case = gradient_check.make_case(problem, device, torch.Generator().manual_seed(1), heads=1)
-    room = gradient_check.room_of(case)
-    kernels = {key: compiler.load(source, device) for key, source in sources.items()}
-    calls = {key: gradient_check.call_of(kernel, case, room) for key, kernel in kernels.items()}
-    times = {key: min(watch.samples(call, 3)) for key, call in calls.items()}
-    fastest = sorted(times, key=lambda key: times[key])[:FINALISTS]
-    for key in fastest[:2]:
-        verdict = gradient_check.judge(kernels[key], [case])
-        assert verdict.ok, f"{problem}, {sources[key].variant}: {verdict.reason}"
-    names = {str(key): key for key in fastest}
-    rounds = watch.rounds({name: calls[key] for name, key in names.items()}, seconds=FINAL_SECONDS, seed=0)
-    return times | {names[name]: statistics.median(us) for name, us in rounds.times_us.items()}
+def times_of(problem: Problem, trials: Iterable[Trial], finals: Iterable[tuple[str, dict[str, Value], float]]) -> Times:
+    """First looks, and the times of rounds in their place where a crossing came to those."""
+    keys = {variant: key for key, variant in crossings(problem).items()}
+    looks = {keys[trial.variant]: trial.time_us for trial in trials if trial.time_us is not None}
+    return looks | {keys[Variant.of(template, params)]: time_us for template, params, time_us in finals}
 
 
 def walked_of_default(problem: Problem) -> int:

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import measured_calls
 import pytest
+import samples
 import shared_keys
+from measured_calls import Subject
 from shared_keys import Example
+
+from autoattn.core.problem import Problem
+from autoattn.core.trial import Outcome, Trial
+from autoattn.hardware import nvidia
 
 EXAMPLES = shared_keys.read()[::4]
 
@@ -41,3 +51,31 @@ def test_a_number_of_heads_that_was_not_timed_has_no_time() -> None:
     assert example.best_us(2) == 8.0
     assert math.isinf(example.best_us(4))
     assert shared_keys.shares([example], 4) == []
+
+
+def test_a_file_keeps_looks_and_the_rounds_of_finalists_and_no_problem_twice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def lines(subjects: Iterator[Subject], end: float, device: object) -> Iterator[tuple[Problem, Any]]:
+        first, second = next(subjects), next(subjects)
+        look = samples.measurement(first.problem, 9.0)
+        first.trials = [Trial(variant=each, outcome=Outcome.OK, measurement=look) for each in first.variants[:2]]
+        first.trials.append(Trial(variant=first.variants[2], outcome=Outcome.WRONG_RESULT, detail="wrong"))
+        final = first.variants[0]
+        yield first.problem, {"times_us": [[final.template, final.as_dict(), 7.04]], "rivals_us": {}}
+        yield second.problem, "no variant worked"
+
+    monkeypatch.setattr(nvidia, "present", lambda: samples.H200)
+    monkeypatch.setattr(measured_calls, "lines", lines)
+    out = tmp_path / "times.jsonl"
+    for _ in range(2):
+        shared_keys.measure(seconds=1.0, out=out)
+    examples = shared_keys.read(out)
+    assert [sorted(example.times_us.values()) for example in examples] == [[7.0, 9.0]] * 2
+    assert examples[0].problem != examples[1].problem
+
+
+def test_measuring_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(nvidia, "present", lambda: None)
+    with pytest.raises(SystemExit, match="on an NVIDIA GPU in this machine, and found none"):
+        shared_keys.measure(seconds=1.0, out=tmp_path / "times.jsonl")
