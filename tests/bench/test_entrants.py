@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -282,8 +281,7 @@ def test_a_backward_pass_is_timed_by_events_behind_a_longer_spin(timer: Timer) -
     assert all(one.host_us for one in row.contestants)
 
 
-@pytest.mark.usefixtures("timer")
-def test_a_host_that_takes_longer_than_is_hidden_is_told() -> None:
+def test_a_host_that_takes_longer_than_is_hidden_is_told(timer: Timer) -> None:
     class Slow(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, output: Tensor) -> Tensor:
@@ -291,7 +289,7 @@ def test_a_host_that_takes_longer_than_is_hidden_is_told() -> None:
 
         @staticmethod
         def backward(ctx: Any, *pulls: Tensor) -> Tensor:
-            time.sleep(0.002)
+            timer.host.sleep(0.002)
             return pulls[0]
 
     def call(problem: Problem, operands: Operands) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import kernels
 import pytest
 import samples
 import torch
-from fake_device import Timer
+from fake_device import HostClock, Timer
 from planted_bench import CPU, benched, named, planted, raising, timer  # noqa: F401 - a fixture
 from torch import Tensor
 
@@ -45,7 +44,7 @@ def test_ours_and_a_right_peer_are_checked_and_timed(timer: Timer) -> None:
     assert right.max_error is not None
     assert right.allowed is not None
     assert right.max_error < right.allowed
-    assert right.host_us is not None
+    assert right.host_us == pytest.approx(1.0)
     assert right.first_s is not None
     assert timer.seconds == 1.0, "seconds are those of each contestant"
     assert len(row.pulses) == 3
@@ -156,17 +155,21 @@ def test_a_peer_that_breaks_the_card_ends_the_run_in_one_sentence(
         benched(planted("rogue", call))
 
 
-def waited_for(problem: Problem, operands: Operands) -> Tensor:
+def waiting(host: HostClock) -> Callable[[Problem, Operands], Tensor]:
     """A peer's call that keeps the host for 2 ms."""
-    time.sleep(0.002)
-    return pytorch_sdpa.sdpa(problem, operands)
+
+    def call(problem: Problem, operands: Operands) -> Tensor:
+        host.sleep(0.002)
+        return pytorch_sdpa.sdpa(problem, operands)
+
+    return call
 
 
 def test_a_host_that_takes_longer_than_is_hidden_is_told_where_no_graph_hides_it(timer: Timer) -> None:
     timer.breaks = True
-    slow = named(benched(planted("slow", waited_for)), "slow")
+    slow = named(benched(planted("slow", waiting(timer.host))), "slow")
     assert slow.state is State.OK
-    assert (slow.host_us or 0.0) > 2000.0
+    assert slow.host_us == pytest.approx(2001.0)
     assert "more than the 220 us that are hidden" in slow.detail
 
 
@@ -183,7 +186,7 @@ def test_small_problems_are_replayed_from_graphs_of_several_calls(timer: Timer) 
 
 def test_calls_whose_host_takes_longer_than_is_hidden_are_replayed_from_graphs(timer: Timer) -> None:
     timer.guess = 1000.0
-    row = benched(planted("slow", waited_for))
+    row = benched(planted("slow", waiting(timer.host)))
     assert row.timing is Timing.GRAPH
     assert named(row, "slow").host_us is None
 
