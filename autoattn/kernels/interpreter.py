@@ -148,18 +148,21 @@ def _patch_once() -> None:
     from triton.runtime import interpreter
 
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    patched: list[set[Any]] = []  # the modules that each launch that goes on has patched
+    patched: list[dict[int, Any]] = []  # of each launch that goes on: patched modules, searched namespaces, by id
 
     def patch_new(fn: Any) -> Any:
-        seen = {value for value in fn.__globals__.values() if any(value is module for module in (tl, tl.core))}
-        if patched and seen <= patched[-1]:
+        known = patched[-1] if patched else {}
+        if id(fn.__globals__) in known:
             return None  # of a device function, which drops it
-        if patched:
-            patched[-1] |= seen
+        known[id(fn.__globals__)] = fn.__globals__
+        unknown = {id(module): module for module in fn.__globals__.values() if module is tl or module is tl.core}
+        if patched and unknown.keys() <= known.keys():
+            return None
+        known.update(unknown)
         return patch(fn)
 
     def launch_patched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        patched.append(set())
+        patched.append({})
         try:
             return launch(self, *args, **kwargs)
         finally:
@@ -200,9 +203,11 @@ def _makes_shapes_anew() -> bool:
 
 
 def _share_shapes() -> None:
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     make_tensor, make_block, numpy_type = tl.tensor.__init__, tl.block_type.__init__, interpreter._get_np_dtype
+    broadcast = TritonSemantic.broadcast_impl_value
     of_tensors: dict[tuple[int, ...], tuple[Any, Any]] = {}
     of_blocks: dict[tuple[int, ...], tuple[Any, int, str]] = {}
     of_elements: dict[str, Any] = {}
@@ -230,8 +235,12 @@ def _share_shapes() -> None:
             of_elements[element.name] = numpy_type(element)
         return of_elements[element.name]
 
+    def broadcast_unlike(self: Any, left: Any, right: Any) -> Any:
+        return (left, right) if left.shape is right.shape else broadcast(self, left, right)
+
     tl.tensor.__init__, tl.block_type.__init__ = make_tensor_once, make_block_once
     interpreter._get_np_dtype = numpy_type_once
+    TritonSemantic.broadcast_impl_value = broadcast_unlike
 
 
 # --- numbers of float8 ------------------------------------------------------------------------------------------------
@@ -326,7 +335,8 @@ REPAIRS = (
         releases="Triton 3.6 and newer, as far as is known",
         reason=(
             "every value, and every type of a block, makes a tuple of its shape anew, with a type and a name of that "
-            "tuple, and every look-up of a NumPy type makes the whole table: a third of a rehearsal's time"
+            "tuple, every operator compares the two of its operands size by size, and every look-up of a NumPy type "
+            "makes the whole table: more than a third of a rehearsal's time"
         ),
         is_needed=_makes_shapes_anew,
         apply=_share_shapes,

@@ -163,7 +163,9 @@ def test_an_overflow_is_told_neither_by_the_release_nor_by_its_repair() -> None:
 
 SHAPES = """
 import json
+import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as theirs
 from autoattn.kernels import interpreter
 
@@ -183,10 +185,26 @@ def refusal(sizes):
     except Exception as error:
         return type(error).__name__ + str(error)
 
+def value(*sizes):
+    kind = tl.block_type(tl.int32, [*sizes]) if sizes else tl.int32
+    numbers = np.arange(np.prod(sizes, dtype=int), dtype=np.int32).reshape(sizes)
+    return tl.tensor(theirs.TensorHandle(numbers, tl.int32), kind)
+
+def broadcast(*operands):
+    left, right = (value(*sizes) for sizes in operands)
+    try:
+        values = semantic.broadcast_impl_value(left, right)
+    except ValueError as error:
+        return str(error)
+    return [[str(each.type), each.handle.data.tolist()] for each in values]
+
+semantic = TritonSemantic(theirs.interpreter_builder)
 wrong = [], [3], [2 ** 21], [2.0]
-before = told(), [refusal(sizes) for sizes in wrong]
+sizes = (), (2,), (4,), (2, 4), (2, 1), (1, 4)
+pairs = [(left, right) for left in sizes for right in sizes]
+before = told(), [refusal(sizes) for sizes in wrong], [broadcast(*pair) for pair in pairs]
 interpreter.repair()
-after = [told() for _ in range(2)][1], [refusal(sizes) for sizes in wrong]
+after = [told() for _ in range(2)][1], [refusal(sizes) for sizes in wrong], [broadcast(*pair) for pair in pairs]
 one, other = (tl.tensor(None, tl.block_type(tl.float32, [tl.constexpr(4)])) for _ in range(2))
 print(json.dumps([before == after, len(set(before[1])), one.shape is other.shape, one.type.shape is other.type.shape]))
 """

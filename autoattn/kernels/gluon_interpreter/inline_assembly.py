@@ -60,6 +60,16 @@ def _parsed(text: str) -> tuple[tuple[_Instruction, ...], dict[str, int]]:
     return tuple(instructions), labels
 
 
+@lru_cache(maxsize=1024)
+def _constant(operand: str, wide: bool) -> torch.Tensor:
+    """The bits of a number in a text."""
+    if operand.startswith("0f"):
+        return torch.tensor(int(operand[2:], 16), dtype=torch.int64).to(torch.int32)
+    if not re.fullmatch(r"-?(0x[0-9a-f]+|\d+)", operand):
+        raise InterpretationError(f"inline assembly must write what it reads, and {operand!r} was not written")
+    return torch.tensor(int(operand, 0), dtype=torch.int64).to(torch.int64 if wide else torch.int32)
+
+
 @dataclass(slots=True, eq=False)
 class _Lanes:
     """The threads that run a text, side by side."""
@@ -71,22 +81,15 @@ class _Lanes:
 
     def read(self, operand: str, kind: str) -> torch.Tensor:
         """An operand as numbers of a type."""
-        dtype = _TYPES[kind]
-        if operand.startswith("0f"):
-            value = torch.tensor(int(operand[2:], 16), dtype=torch.int64).to(torch.int32)
+        if operand in self.registers:
+            value = self.registers[operand]
         elif operand == "%tid.x":
             value = torch.arange(self.count, dtype=torch.int32)
         elif operand == "%laneid":
             value = torch.arange(self.count, dtype=torch.int32) % 32
-        elif re.fullmatch(r"-?(0x[0-9a-f]+|\d+)", operand):
-            value = torch.tensor(int(operand, 0), dtype=torch.int64).to(
-                torch.int64 if kind.endswith("64") else torch.int32
-            )
-        elif operand in self.registers:
-            value = self.registers[operand]
         else:
-            raise InterpretationError(f"inline assembly must write what it reads, and {operand!r} was not written")
-        return value.view(dtype) if dtype is torch.float32 and value.dtype is torch.int32 else value
+            value = _constant(operand, wide=kind.endswith("64"))
+        return value.view(torch.float32) if kind == "f32" and value.dtype is torch.int32 else value
 
     def write(self, name: str, value: torch.Tensor) -> None:
         """Writes a register in the active lanes."""

@@ -25,6 +25,13 @@ NO_DOUBT = "", Footprint(0, ())
 _current = threading.local()
 
 
+def _held() -> threading.Lock:
+    """A lock that is taken already."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 class _Aborted(BaseException):
     """Ends the other partitions once one has failed."""
 
@@ -55,7 +62,7 @@ class Partition:
     doubt: tuple[str, Footprint] = NO_DOUBT  # what is wrong with the last load, and of which place that was
     is_ready: Callable[[], bool] = lambda: True
     reason: Callable[[], str] = lambda: "nothing"
-    baton: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    baton: threading.Lock = field(default_factory=_held)  # of whoever runs; to release it wakes the partition
 
     def check_doubt(self) -> None:
         """Refuses to go on where something is wrong with the last load."""
