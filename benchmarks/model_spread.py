@@ -53,18 +53,23 @@ def qualities(examples: Iterable[Example]) -> Iterator[Quality]:
     """Compiles and predicts them, on all cores; without problems of which too few variants are compiled."""
     with Pool(size=cores()) as pool:
         for example in examples:
-            waiting = {
-                pool.submit(_compilation(example, variant), COMPILE_SECONDS): variant for variant in example.times_us
-            }
-            reports: dict[Variant, StaticReport] = {}
-            while results := pool.next_results():
-                reports |= {waiting[ticket]: result for ticket, result in results if not isinstance(result, Failure)}
+            reports = reports_of(example, pool)
             if len(reports) >= LEAST:
                 yield quality(example, reports)
 
 
-def _compilation(example: Example, variant: Variant) -> Inspect:
-    return Inspect(source=render.render(example.problem, variant), arch=example.device.arch)
+def reports_of(example: Example, pool: Pool) -> dict[Variant, StaticReport]:
+    """The machine code of a problem's measured variants, of those that compile."""
+    waiting = {
+        pool.submit(
+            Inspect(source=render.render(example.problem, variant), arch=example.device.arch), COMPILE_SECONDS
+        ): variant
+        for variant in example.times_us
+    }
+    reports: dict[Variant, StaticReport] = {}
+    while results := pool.next_results():
+        reports |= {waiting[ticket]: result for ticket, result in results if not isinstance(result, Failure)}
+    return reports
 
 
 def quality(example: Example, reports: Mapping[Variant, StaticReport]) -> Quality:

@@ -5,6 +5,8 @@ Each problem was judged by constants fitted on all the others; docs/model.md has
 
 from __future__ import annotations
 
+import math
+from collections.abc import Set
 from dataclasses import dataclass
 
 from autoattn.core.problem import DType
@@ -78,3 +80,11 @@ def error_of(template: str, arch: int, dtype: DType) -> float:
     if arch in (80, 86, 89):
         return LEFT_OUT["sm_80"].error
     return max(quality.error for quality in LEFT_OUT.values())
+
+
+def error_between(templates: Set[str], arch: int, dtype: DType) -> float:
+    """By how much predictions for variants of one template, or of two, err from one another, as a share.
+
+    Of two templates, the errors add up as the root of the sum of their squares: they have nothing in common.
+    """
+    return math.hypot(*(error_of(template, arch, dtype) for template in templates))

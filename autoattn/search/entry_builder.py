@@ -12,7 +12,7 @@ import triton
 
 from autoattn import __version__
 from autoattn.cache import finals_samples, sister_cards
-from autoattn.codegen import resources, template_facts
+from autoattn.codegen import portfolio, resources, template_facts
 from autoattn.codegen.search_space import SearchSpace
 from autoattn.core.cache_entry import KERNEL, CacheEntry, Candidate, SearchRecord, WorstCase
 from autoattn.core.device import Device
@@ -76,6 +76,7 @@ def predicted(search: Searched, elsewhere: Set[Variant], default: Variant) -> Ca
         arch=search.device.arch,
         dtype=search.problem.dtype,
         default=default,
+        default_is_measured=portfolio.was_measured_for(search.problem, search.device),
         elsewhere=elsewhere,
         verified=sister_cards.verified(folders, search.device, search.problem.op),
         rehearse=lambda variants: search.shop.rehearse(search.problem, *variants),

@@ -6,7 +6,6 @@ interpreter. Where the interpreter itself fails, nobody knows whether the number
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -24,6 +23,9 @@ CANDIDATES = 5  # runners-up that an entry keeps
 # A variant that did well on another card for the same kind of problem is believed to be this much faster than the model
 # says: the model is off by as much for a single variant (docs/model.md), and good tiles travel.
 ELSEWHERE = 0.9
+# By how many of the model's errors a prediction must be better than a default that a portfolio of measured times chose.
+# Of many variants, the best prediction errs by more than most do (benchmarks/taken_predictions.py).
+ERRORS_OF_MEASURED = 2.0
 REHEARSED = "rehearsed in an interpreter"
 
 Rehearse = Callable[[Sequence[Variant]], Sequence[Verdict | Failure]]
@@ -45,6 +47,7 @@ def rank(
     arch: int,
     dtype: DType,
     default: Variant,
+    default_is_measured: bool,
     elsewhere: Set[Variant],
     verified: Mapping[str, str],
     rehearse: Rehearse,
@@ -52,14 +55,15 @@ def rank(
 ) -> Ranking | str:
     """The winner and its runners-up, or in words why there is no winner.
 
-    The template's default stays the winner unless the prediction of another one is better by more than the model's
-    error: what nobody measured must not make a call slower.
+    The default stays the winner unless the prediction of another one is better by more than the model may err: what
+    nobody measured must not make a call slower.
 
     Args:
         working: trials with a prediction.
         arch: compute capability of the card, as 90.
         dtype: of the problem, on which the model's error depends.
         default: what a call runs without an entry.
+        default_is_measured: whether a portfolio chose it, by times of such problems.
         elsewhere: what was measured among the best on other cards.
         verified: digest of a text -> the card of this architecture on which it passed the gate.
         rehearse: what interpreters say of variants.
@@ -93,7 +97,8 @@ def rank(
         return f"none of {len(rejected)} variants passed an interpreter; {count} ended with {reason}"
     eligible.sort(key=lambda trial: (_believed_us(trial, elsewhere), trial.digest))
     kept = (passed | unknown).get(default)  # a call without an entry runs it, whether or not it could be rehearsed
-    if kept is not None and not _beats(eligible[0], kept, arch, dtype):
+    errors = ERRORS_OF_MEASURED if default_is_measured else 1.0
+    if kept is not None and not _beats(eligible[0], kept, errors, arch, dtype):
         eligible = [kept, *(trial for trial in eligible if trial is not kept)]
     return Ranking(trials=tuple(eligible), checks=checks, rejected=rejected)
 
@@ -103,14 +108,13 @@ def _believed_us(trial: Trial, elsewhere: Set[Variant]) -> float:
     return trial.prediction.time_us * (ELSEWHERE if trial.variant in elsewhere else 1.0)
 
 
-def _beats(trial: Trial, default: Trial, arch: int, dtype: DType) -> bool:
-    """Whether a prediction is better than the default's by more than the model errs."""
+def _beats(trial: Trial, default: Trial, errors: float, arch: int, dtype: DType) -> bool:
+    """Whether a prediction is better than the default's by more than so many errors of the model."""
     assert trial.prediction is not None
     assert default.prediction is not None
     templates = {side.variant.template for side in (trial, default)}
-    # Those of two templates add up, as they have nothing in common
-    error = math.hypot(*(accuracy.error_of(template, arch, dtype) for template in templates))
-    return trial.prediction.time_us * (1.0 + error) < default.prediction.time_us
+    margin = errors * accuracy.error_between(templates, arch, dtype)
+    return trial.prediction.time_us * (1.0 + margin) < default.prediction.time_us
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

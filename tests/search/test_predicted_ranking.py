@@ -34,7 +34,8 @@ def right(variants: Sequence[Variant]) -> list[Verdict | Failure]:
 
 def ranked(*working: Trial, **changes: Any) -> Ranking:
     facts: dict[str, Any] = {
-        "arch": 90, "dtype": PROBLEM.dtype, "default": GLUON[0], "elsewhere": set(), "verified": {}, "rehearse": right,
+        "arch": 90, "dtype": PROBLEM.dtype, "default": GLUON[0], "default_is_measured": False, "elsewhere": set(),
+        "verified": {}, "rehearse": right,
     }  # fmt: skip
     ranking = predicted_ranking.rank(working, **{**facts, **changes})
     assert isinstance(ranking, Ranking)
@@ -58,14 +59,18 @@ def test_a_verdict_of_a_card_of_the_architecture_counts_and_is_not_rehearsed_aga
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.FLOAT32])
-@pytest.mark.parametrize("arch", [80, 90, 120])
-def test_the_default_stays_within_the_models_error(arch: int, dtype: DType) -> None:
-    own, other = (accuracy.error_of(template, arch, dtype) for template in ("gluon/forward", "triton/forward"))
+@pytest.mark.parametrize(("arch", "is_measured"), [(80, False), (90, False), (120, False), (90, True)])
+def test_the_default_stays_within_the_models_error_and_a_portfolios_choice_within_twice_as_much(
+    arch: int, is_measured: bool, dtype: DType
+) -> None:
+    facts: dict[str, Any] = {"arch": arch, "dtype": dtype, "default_is_measured": is_measured}
+    errors = 2.0 if is_measured else 1.0
+    own, other = (errors * accuracy.error_of(template, arch, dtype) for template in ("gluon/forward", "triton/forward"))
     default, verified = trial(GLUON[0], 100.0), {GLUON[0].digest: "a card", GLUON[1].digest: "a card"}
     for variant, error in ((GLUON[1], own), (TRITON[0], (own**2 + other**2) ** 0.5)):
         near, far = (trial(variant, 100.0 / (1.0 + share)) for share in (error - 0.01, error + 0.01))
-        assert ranked(default, near, arch=arch, dtype=dtype, verified=verified).trials[0] is default
-        assert ranked(default, far, arch=arch, dtype=dtype, verified=verified).trials[0] is far
+        assert ranked(default, near, verified=verified, **facts).trials[0] is default
+        assert ranked(default, far, verified=verified, **facts).trials[0] is far
 
 
 def test_a_default_in_gluon_is_rehearsed_and_makes_way_where_it_deadlocks() -> None:

@@ -12,7 +12,7 @@ import samples
 from fake_workshop import GOOD, SMALL, FakeWorkshop, remember, rival, run, workshop  # noqa: F401 - a fixture
 
 from autoattn.cache import store
-from autoattn.codegen import render, search_space
+from autoattn.codegen import portfolio, render, search_space
 from autoattn.core.cache_entry import KERNEL
 from autoattn.core.problem import DType, Layout, Op, Precision
 from autoattn.core.trial import Evidence
@@ -196,11 +196,16 @@ def test_a_winner_of_another_kind_elsewhere_is_none_of_this_problems_business(
     assert run(tmp_path).entries[SMALL.key].variant != unlikely
 
 
-@pytest.mark.parametrize(("lead", "wins"), [(1.13, False), (1.16, True)])
+@pytest.mark.parametrize(
+    ("lead", "is_measured", "wins"),
+    [(1.13, False, False), (1.16, False, True), (1.27, True, False), (1.29, True, True)],
+)
 def test_a_prediction_takes_the_defaults_place_where_it_is_better_by_more_than_the_model_errs(
-    workshop: type[FakeWorkshop], tmp_path: Path, lead: float, wins: bool
-) -> None:
-    """On sm_80, where predictions err by 14%."""
+    workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lead: float, is_measured: bool,
+    wins: bool,
+) -> None:  # fmt: skip
+    """On sm_80, where predictions err by 14%; what a measured portfolio chose must be beaten by twice as much."""
+    monkeypatch.setattr(portfolio, "was_measured_for", lambda problem, device: is_measured)
     default = search_space.load("triton/forward").default(SMALL, samples.A30)
     workshop.time_us = lambda self, variant: 100.0 * lead if variant == default else 100.0  # type: ignore[method-assign]
     entry = run(tmp_path).entries[SMALL.key]
