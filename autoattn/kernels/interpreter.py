@@ -148,17 +148,13 @@ def _patch_once() -> None:
     from triton.runtime import interpreter
 
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    patched: list[dict[int, Any]] = []  # of each launch that goes on: patched modules, searched namespaces, by id
+    patched: list[dict[int, Any]] = []  # of each launch that goes on: by id, the namespaces whose language is patched
 
     def patch_new(fn: Any) -> Any:
         known = patched[-1] if patched else {}
         if id(fn.__globals__) in known:
             return None  # of a device function, which drops it
         known[id(fn.__globals__)] = fn.__globals__
-        unknown = {id(module): module for module in fn.__globals__.values() if module is tl or module is tl.core}
-        if patched and unknown.keys() <= known.keys():
-            return None
-        known.update(unknown)
         return patch(fn)
 
     def launch_patched(self: Any, *args: Any, **kwargs: Any) -> Any:
