@@ -177,14 +177,25 @@ class TimeModel:
         """
         self._mean, self._deviation = inputs.mean(axis=0), (inputs.std(axis=0) + 1e-9) / np.array(weights)
         self._offset = float(targets.mean())
-        self._inputs = self._scaled(inputs)
-        covariance = self._covariance(self._inputs, self._inputs)
-        covariance[np.diag_indices(len(targets))] += noise
-        self._weights = np.linalg.solve(covariance, targets - self._offset)
+        self._inputs, self._noise = self._scaled(inputs), noise
+        self._weights = np.linalg.solve(self._known_covariance(), targets - self._offset)
 
     def predict(self, inputs: Array) -> Array:
         """The targets of other inputs."""
         return self._offset + self._covariance(self._scaled(inputs), self._inputs) @ self._weights
+
+    def believed(self, groups: Sequence[Array]) -> list[tuple[Array, Array]]:
+        """The targets of each group of inputs, [inputs], and how their errors go together, [inputs, inputs]."""
+        scaled = [self._scaled(inputs) for inputs in groups]
+        cross = self._covariance(self._inputs, np.concatenate(scaled))  # [samples, inputs of all groups]
+        explained = np.linalg.solve(self._known_covariance(), cross)
+        ends = np.cumsum([len(inputs) for inputs in groups])[:-1]
+        return [
+            (self._offset + of_known.T @ self._weights, self._covariance(inputs, inputs) - of_known.T @ by_known)
+            for inputs, of_known, by_known in zip(
+                scaled, np.split(cross, ends, axis=1), np.split(explained, ends, axis=1), strict=True
+            )
+        ]
 
     def times_us(self, problem: Problem, variants: Sequence[Variant], device: Device) -> dict[Variant, float]:
         """What variants are believed to take, rounded so that the last bits of a sum decide nothing."""
@@ -193,6 +204,12 @@ class TimeModel:
         return {
             variant: least_us * math.exp(round(float(log), DIGITS)) for variant, log in zip(variants, logs, strict=True)
         }
+
+    def _known_covariance(self) -> Array:
+        """Of the measured samples, with their noise: [samples, samples]."""
+        covariance = self._covariance(self._inputs, self._inputs)
+        covariance[np.diag_indices(len(self._noise))] += self._noise
+        return covariance
 
     def _scaled(self, inputs: Array) -> Array:
         scaled: Array = (inputs - self._mean) / (self._deviation * LENGTH_SCALE)

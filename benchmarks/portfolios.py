@@ -2,7 +2,8 @@
 
 python benchmarks/portfolios.py screen --seed 1000 --seconds 500     needs a GPU; adds to data/portfolios/screened/
 python benchmarks/portfolios.py measure --seed 1002 --seconds 300    needs a GPU; adds to data/portfolios/
-python benchmarks/portfolios.py fill --seed 1003 --seconds 460       likewise, of kinds that are seldom drawn
+python benchmarks/portfolios.py choose --seed 1016                   writes chosen.jsonl
+python benchmarks/portfolios.py fill chosen.jsonl --seed 1016        needs a GPU; adds to data/portfolios/
 python benchmarks/portfolios.py scales                               writes data/feature_scales.json
 python benchmarks/portfolios.py derive                               writes search_spaces/forward.portfolio.json
 
@@ -12,8 +13,10 @@ look. These times are rough: compilers are at work, and what is slow is looked a
 measure: of the screened variants, few cover all problems (`variant_pool.cover`). On each drawn problem these pass the
 gate, and the best of them meet PyTorch's backends in interleaved rounds. What is in a file already is left out.
 
-fill: problems of the kinds of `gap_calls.py`. The model of derive chooses a few variants of a pool for each. Short
-calls are measured last, on idle cores.
+choose: of many drawn problems, those on which the portfolio's choice may lose most (`doubtful_calls.py`), those first.
+The model of derive chooses a few variants of a pool for each.
+
+fill: measures these. Short calls are measured last, on idle cores.
 
 scales: how much each feature of a problem and a variant counts for the model (`portfolio_scales.py`), from all files.
 
@@ -37,8 +40,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import doubtful_calls
 import drawn_calls
-import gap_calls
 import measured_calls
 import msgspec
 import portfolio_model
@@ -52,7 +55,7 @@ from portfolio_model import TimeModel
 from portfolio_tree import Example
 
 from autoattn.codegen import resources
-from autoattn.core import device_profiles
+from autoattn.core import device_profiles, kernel_kind
 from autoattn.core.device import Device
 from autoattn.core.problem import DType, Op, Precision, Problem
 from autoattn.core.variant import Variant
@@ -112,33 +115,55 @@ def screen(
 
 
 @app.command()
+def choose(
+    seed: Seed = RESERVED + 3,
+    count: Annotated[int, typer.Option(help="Drawn problems.")] = 1200,
+    device: Annotated[str, typer.Option(help="The card that will measure.")] = "h100",
+    out: Annotated[Path, typer.Option(help="The file of the chosen problems.")] = Path("chosen.jsonl"),
+) -> None:
+    """Find drawn problems on which the portfolio's choice may lose most, and variants to be measured on each."""
+    _refuse_examined(seed)
+    card = device_profiles.named(device)
+    measured, screened = examples_of(DATA), examples_of(SCREENED)
+    known = {example.problem for example in measured}
+    model, cover = _model(measured, screened), variant_pool.cover([*screened, *measured])
+    drawn = [
+        (problem, _candidates(problem, card, cover, model))
+        for problem in doubtful_calls.quick(seed, count) if problem not in known
+    ]  # fmt: skip
+    calls = list(doubtful_calls.first_of_kinds(doubtful_calls.ordered(model, drawn, card)))
+    out.write_text("".join(msgspec.json.encode(call.document()).decode() + "\n" for call in calls), encoding="utf-8")
+    print(f"{len(calls)} of {len(drawn)} problems, which may lose {calls[0].expected_loss:.0%} of the time and less")
+
+
+def _candidates(problem: Problem, card: Device, cover: Sequence[Variant], model: TimeModel) -> list[Variant]:
+    """What the portfolio chooses, and what the model expects to be the fastest of a pool of variants."""
+    count = SHORT_CANDIDATES if doubtful_calls.is_short(problem, card) else CANDIDATES
+    return variant_pool.candidates(problem, card, cover, partial(model.times_us, problem, device=card), count)
+
+
+@app.command()
 def fill(
+    chosen: Annotated[Path, typer.Argument(help="What `choose` wrote.")],
     seed: Seed = RESERVED + 3, seconds: Seconds = 460.0,
-    sizes: Annotated[int, typer.Option(help="Problems of each gap, which share compiled kernels.")] = 4,
+    count: Annotated[int, typer.Option(help="The first problems of the file.")] = 100,
+    part: Annotated[int, typer.Option(help="Of `--parts`, from 0 on: kinds of kernels are shared out.")] = 0,
+    parts: Annotated[int, typer.Option(help="As many as GPUs measure at once.")] = 1,
     out: Annotated[Path, typer.Option(help="The folder of the measurements.")] = DATA,
 ) -> None:  # fmt: skip
-    """Measure variants that the model chooses on problems of seldom kinds."""
-    begun = time.monotonic()
+    """Measure chosen problems, of which `choose` expects the largest losses."""
     card = _card()
     path = out / f"{card.name}_{CHOSEN}_{seed}.jsonl"
-    problems = _unknown(path, gap_calls.draw(seed, sizes, card))
-    print(f"{len(problems)} problems")
-    subjects = _candidates(problems, card)
-    print(f"{sum(len(subject.variants) for subject in subjects)} variants chosen in {time.monotonic() - begun:.0f} s")
-    _append(path, Staged(subjects, seconds - (time.monotonic() - begun), card).lines())
-
-
-def _candidates(problems: Sequence[Problem], card: Device) -> list[Subject]:
-    """Each problem with what the model of all measured times expects of a pool of variants."""
-    measured, screened = examples_of(DATA), examples_of(SCREENED)
-    model, cover = _model(measured, screened), variant_pool.cover([*screened, *measured])
-    subjects = []
-    for problem in problems:
-        short = gap_calls.is_short(problem, card)
-        count = SHORT_CANDIDATES if short else CANDIDATES
-        chosen = variant_pool.candidates(problem, card, cover, partial(model.times_us, problem, device=card), count)
-        subjects.append(Subject(problem, card, chosen, FINALISTS, short=short))
-    return subjects
+    calls = doubtful_calls.read(chosen)[:count]
+    kinds = list(dict.fromkeys(kernel_kind.of(call.problem) for call in calls))
+    own = {call.problem: call for call in calls if kinds.index(kernel_kind.of(call.problem)) % parts == part}
+    problems = _unknown(path, list(own))
+    print(f"{len(problems)} problems, {sum(len(own[problem].variants) for problem in problems)} variants", flush=True)
+    subjects = [
+        Subject(problem, card, own[problem].variants, FINALISTS, short=doubtful_calls.is_short(problem, card))
+        for problem in problems
+    ]
+    _append(path, Staged(subjects, seconds, card).lines())
 
 
 @app.command()
@@ -164,9 +189,13 @@ def _card() -> Device:
     return card
 
 
-def _drawn(seed: int, count: int, sizes: int) -> list[Problem]:
+def _refuse_examined(seed: int) -> None:
     if seed < RESERVED:
         raise typer.BadParameter(f"seeds below {RESERVED} draw what untuned.py examines, got {seed}")
+
+
+def _drawn(seed: int, count: int, sizes: int) -> list[Problem]:
+    _refuse_examined(seed)
     every = (each for problem in distinct(seed, count) for each in drawn_calls.with_sizes(problem, sizes))
     return list(dict.fromkeys(every))
 
