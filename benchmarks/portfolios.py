@@ -144,7 +144,7 @@ def _candidates(problem: Problem, card: Device, cover: Sequence[Variant], model:
 
 @app.command()
 def fill(
-    chosen: Annotated[Path, typer.Argument(help="What `choose` wrote.")],
+    chosen: Annotated[Path, typer.Argument(help="What `choose` wrote.", exists=True)],
     seed: Seed = RESERVED + 3, seconds: Seconds = 460.0,
     count: Annotated[int, typer.Option(help="The first problems of the file.")] = 100,
     part: Annotated[int, typer.Option(help="Of `--parts`, from 0 on: kinds of kernels are shared out.")] = 0,
