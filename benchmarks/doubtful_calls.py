@@ -20,7 +20,7 @@ import numpy as np
 import portfolio_model
 from portfolio_model import Array, TimeModel
 
-from autoattn.core import kernel_kind, roofline
+from autoattn.core import kernel_kind
 from autoattn.core.device import Device
 from autoattn.core.problem import DType, Problem
 from autoattn.core.variant import Variant
@@ -94,9 +94,7 @@ def first_of_kinds(calls: Iterable[Call]) -> Iterator[Call]:
 
 def is_short(problem: Problem, device: Device) -> bool:
     """Whether a good kernel takes some 8 us at most."""
-    seconds = roofline.seconds(problem, device)
-    assert seconds is not None, f"no data sheet of {device.name}"
-    return 1e6 * seconds <= SHORT_US and problem.seq_kv <= FEW_KEYS
+    return portfolio_model.roofline_us(problem, device) <= SHORT_US and problem.seq_kv <= FEW_KEYS
 
 
 def _expected_loss(mean: Array, covariance: Array) -> float:

@@ -188,6 +188,7 @@ class TimeModel:
         """The targets of each group of inputs, [inputs], and how their errors go together, [inputs, inputs]."""
         scaled = [self._scaled(inputs) for inputs in groups]
         cross = self._covariance(self._inputs, np.concatenate(scaled))  # [samples, inputs of all groups]
+        # Formed anew: it has gigabytes, which a model that only predicts need not keep.
         explained = np.linalg.solve(self._known_covariance(), cross)
         ends = np.cumsum([len(inputs) for inputs in groups])[:-1]
         return [
