@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import portfolio_predictions
 import portfolio_tree
 import portfolios
 import variant_pool
@@ -120,7 +121,7 @@ def table(pairs: Sequence[Pair], distance: Callable[[Pair], float]) -> list[str]
 def without_problem(folds: int, drawn: int) -> dict[Problem, Variant | None]:
     """What portfolios hold for the measured problems that know nothing of them, and know others of their kinds."""
     measured, screened = (portfolios.examples_of(folder) for folder in (portfolios.DATA, portfolios.SCREENED))
-    problems = portfolios.problems_to_predict()[::drawn]
+    problems = portfolio_predictions.drawn_problems()[::drawn]
     chosen: dict[Problem, Variant | None] = {}
     for fold in range(folds):
         known = [example for place, example in enumerate(measured) if place % folds != fold]

@@ -45,14 +45,17 @@ FEATURES = (
 NUMBERS = (("ieee", 1.0), ("element_bytes", 4.0), ("tf32", 1.0))
 LEAST_PROBLEMS = 6  # of a leaf
 MOST_DEPTH = 16  # below these
-LEAST_GAIN = 0.00003  # of a split: what it saves of the costs, in the mean of all problems
+LEAST_GAIN = 0.00001  # of a split: what it saves of the costs, in the mean of all problems
 SLOW = 1.0  # what is far from the best costs more than its time: a logarithm l of it costs l + SLOW * l * l
-MOST_VARIANTS = 4  # of a leaf, without its last resort; those behind the first that covers all are for searches
+MOST_VARIANTS = 4  # of a leaf, those that its own examples chose; some of these are for searches alone
+MOST_LISTED = 8  # of a leaf, with those that examples near it chose, without its last resort
+MOST_NEAR = 5000  # examples of a question that is near the leaves below it
 MOST_THRESHOLDS = 24  # of a question at a node, which divide its problems evenly
 # Logarithms of time over the best, of problems that a variant cannot run: by the next one of its list, and by seeds.
 NEXT = 0.02
 SEEDS = math.log(1.3)
 Array: TypeAlias = npt.NDArray[np.float64]
+Rows: TypeAlias = npt.NDArray[np.intp]  # of a table
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,7 +97,7 @@ class _Table:
         # What most examples can run, and of these the cheapest: a leaf's examples are not all problems that come to it.
         self.last_resort = int(np.lexsort((sums, -able))[0])
 
-    def list_of(self, rows: npt.NDArray[np.intp]) -> tuple[float, list[int]]:
+    def list_of(self, rows: Rows) -> tuple[float, list[int]]:
         """The variants of which the first that can run is the fastest over some examples, and the sum of costs."""
         left, columns, total = self.costs[rows], [], 0.0
         while len(left) and len(columns) < MOST_VARIANTS:
@@ -110,7 +113,29 @@ class _Table:
             left = left[~taken]
         return total + _cost(SEEDS) * len(left), columns
 
-    def complemented(self, rows: npt.NDArray[np.intp], columns: list[int]) -> list[int]:
+    def completed(self, ancestors: Sequence[Rows]) -> list[int]:
+        """The list of a leaf, with a variant for each example near it.
+
+        Also problems come to a leaf that cannot run what its few examples can. The examples of the questions above it
+        know such problems, the nearest question first.
+
+        Args:
+            ancestors: the examples of the questions above the leaf, the topmost first, then its own.
+        """
+        columns: list[int] = []
+        for rows in reversed(ancestors):
+            left = self._left(rows, columns)
+            while len(left) and len(columns) < MOST_LISTED and (not columns or len(rows) <= MOST_NEAR):
+                columns.append(self.list_of(left)[1][0])
+                left = self._left(rows, columns)
+        return self._complemented(ancestors[-1], columns)
+
+    def _left(self, rows: Rows, columns: list[int]) -> Rows:
+        """Those of some examples that can run no variant of these columns."""
+        left: Rows = rows[np.isnan(self.costs[rows][:, columns]).all(axis=1)]
+        return left
+
+    def _complemented(self, rows: Rows, columns: Sequence[int]) -> list[int]:
         """The list with variants behind it that a search tries, each of which saves most where the others are slow.
 
         Then comes the last resort, for problems that none of these can run.
@@ -155,7 +180,7 @@ def _of_numbers(examples: Sequence[Example], questions: Sequence[tuple[str, floa
     if not questions:
         table = _Table(examples, least_gain)
         rows = np.arange(len(examples))
-        return _grown(table, rows, MOST_DEPTH, table.list_of(rows))
+        return _grown(table, [rows], table.list_of(rows))
     (fact, below), *others = questions
     low = [example for example in examples if float(example.facts[fact]) < below]
     high = [example for example in examples if float(example.facts[fact]) >= below]
@@ -165,15 +190,18 @@ def _of_numbers(examples: Sequence[Example], questions: Sequence[tuple[str, floa
     return _asked(fact, below, then, otherwise)
 
 
-def _grown(table: _Table, rows: npt.NDArray[np.intp], depth: int, own: tuple[float, list[int]]) -> Tree:
-    split = _best_split(table, rows, own[0]) if depth else None
+def _grown(table: _Table, ancestors: Sequence[Rows], own: tuple[float, list[int]]) -> Tree:
+    """A tree of the last of these rows, which are parts of those before."""
+    rows, split = ancestors[-1], None
+    if len(ancestors) <= MOST_DEPTH:
+        split = _best_split(table, rows, own[0])
     if split is None:
-        return tuple(table.variants[column] for column in table.complemented(rows, own[1]))
+        return tuple(table.variants[column] for column in table.completed(ancestors))
     feature, threshold, below, above = split
     number = float(f"{threshold:g}")
     low = table.features[rows, FEATURES.index(feature)] < number
-    then = _grown(table, rows[low], depth - 1, below)
-    otherwise = _grown(table, rows[~low], depth - 1, above)
+    then = _grown(table, [*ancestors, rows[low]], below)
+    otherwise = _grown(table, [*ancestors, rows[~low]], above)
     return _asked(feature, number, then, otherwise)
 
 
@@ -194,7 +222,7 @@ def leaves(tree: Tree) -> Iterator[tuple[Variant, ...]]:
 _Split: TypeAlias = tuple[str, float, tuple[float, list[int]], tuple[float, list[int]]]
 
 
-def _best_split(table: _Table, rows: npt.NDArray[np.intp], cost: float) -> _Split | None:
+def _best_split(table: _Table, rows: Rows, cost: float) -> _Split | None:
     """The question that saves most; None where none saves enough."""
     best: tuple[float, _Split] | None = None
     for place, feature in enumerate(FEATURES):

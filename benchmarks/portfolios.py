@@ -27,7 +27,6 @@ is the fastest in the geometric mean of the leaf's problems. The same data give 
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import statistics
@@ -35,7 +34,6 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,6 +43,7 @@ import drawn_calls
 import measured_calls
 import msgspec
 import portfolio_model
+import portfolio_predictions
 import portfolio_scales
 import portfolio_text
 import portfolio_tree
@@ -57,7 +56,7 @@ from portfolio_tree import Example
 from autoattn.codegen import resources
 from autoattn.core import device_profiles, kernel_kind
 from autoattn.core.device import Device
-from autoattn.core.problem import DType, Op, Precision, Problem
+from autoattn.core.problem import Op, Precision, Problem
 from autoattn.core.variant import Variant
 from autoattn.hardware import nvidia
 
@@ -72,13 +71,6 @@ SHORT_CANDIDATES = 16  # of a short one, whose times the model knows less well
 BEHIND = 1.1  # times the last of these: what a variant counts as that is not among them
 WEIGHT = 8  # drawn problems that a measured one counts as
 NEAR = 1.02
-PREDICTED_FROM = 3000  # the first seed of the problems whose times are predicted
-# Problems; the first, of 16 bits. The last are problems of tf32, one in so many.
-PREDICTED = {DType.FLOAT16: 24_000, Precision.TF32: 10_000, Precision.IEEE: 6000}
-TF32X3_OF = 4
-# One problem in so many is predicted with sequences so many times as long, up to 131,072 tokens. None is measured, as
-# they take too long, and a tree that never saw one led them to variants of other problems, or to the last of a list.
-LONG_OF, LONGER = 5, 8
 RESERVED = 1000  # seeds from here on are for portfolios; smaller ones are for benchmarks/untuned.py
 
 app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False)
@@ -257,15 +249,14 @@ def predicted(measured: Sequence[Example], screened: Sequence[Example], drawn: S
     cover = variant_pool.cover([*screened, *measured])
     ((card, _),) = Counter(example.device for example in measured).most_common(1)
     failing, model = _failing(measured, variant_pool.cover(screened)), _model(measured, screened)
-    examples: dict[Problem, Example] = {}
-    covering = frozenset(cover)
     known = {example.problem: example.times_us for example in measured}
-    for problem in dict.fromkeys([*known, *drawn]):
-        variants = [variant for variant in variant_pool.feasible(cover, problem, card)
-                    if variant not in failing[numbers_of(problem)]]  # fmt: skip
-        if variants:
-            times = model.times_us(problem, variants, card)
-            times |= {variant: time_us for variant, time_us in known.get(problem, {}).items() if variant in covering}
+    problems = list(dict.fromkeys([*known, *drawn]))
+    predictions = portfolio_predictions.of(model, cover, problems, card)
+    examples: dict[Problem, Example] = {}
+    for problem, times in zip(problems, predictions, strict=True):
+        times = {variant: time_us for variant, time_us in times.items() if variant not in failing[numbers_of(problem)]}
+        if times:
+            times |= {variant: time_us for variant, time_us in known.get(problem, {}).items() if variant in times}
             examples[problem] = Example(problem=problem, device=card, times_us=times, rivals_us={})
     return [examples[problem] for problem in [*list(known) * WEIGHT, *drawn] if problem in examples]
 
@@ -325,25 +316,6 @@ def _rough_samples(screened: Sequence[Example]) -> Iterator[portfolio_model.Samp
                 )
 
 
-def problems_to_predict() -> list[Problem]:
-    """Drawn problems, so many of each way to form products; float32 is seldom drawn, and its rules need as many."""
-    left = dict(PREDICTED)
-    problems: dict[Problem, None] = {}
-    for seed in itertools.count(PREDICTED_FROM):
-        for problem in drawn_calls.draw(seed, 50):
-            numbers = problem.precision if problem.dtype is DType.FLOAT32 else DType.FLOAT16
-            if left[numbers] and problem not in problems:
-                left[numbers] -= 1
-                if numbers is Precision.TF32 and left[numbers] % TF32X3_OF == 0:
-                    problem = replace(problem, precision=Precision.TF32X3)
-                if problem.seq_q == problem.seq_kv and left[numbers] % LONG_OF == 0:
-                    problem = replace(problem, seq_q=LONGER * problem.seq_q, seq_kv=LONGER * problem.seq_kv)
-                problems[problem] = None
-        if not any(left.values()):
-            return list(problems)
-    raise AssertionError("seeds never end")
-
-
 @app.command()
 def scales() -> None:
     """Fit the weights of the model's features."""
@@ -359,7 +331,7 @@ def derive(
 ) -> None:
     """Write the portfolio, and say how far from the best the problems' choices are."""
     examples, screened = examples_of(DATA), examples_of(SCREENED)
-    tree = portfolio_tree.grow(predicted(examples, screened, problems_to_predict()))
+    tree = portfolio_tree.grow(predicted(examples, screened, portfolio_predictions.drawn_problems()))
     text = portfolio_text.text_of(examples, tree)
     if check:
         if TARGET.read_text(encoding="utf-8") != text:

@@ -197,6 +197,7 @@ def _holds(space: search_space.SearchSpace, variant: Variant) -> bool:
 
 def _gluon_grid(problem: Problem) -> Iterator[tuple[str, Mapping[str, Value]]]:
     tiles = GLUON_TILES if not _has_few_rows(problem) else GLUON_TILES[:4]
+    narrow = problem.head_dim_v_padded <= 128  # two programs of wider heads do not fit an SM
     for (rows, keys), schedule, pack, split in itertools.product(tiles, GLUON_SCHEDULES, _packs(problem, 16), (0, 1)):
         yield (
             GLUON,
@@ -204,7 +205,7 @@ def _gluon_grid(problem: Problem) -> Iterator[tuple[str, Mapping[str, Value]]]:
                 **GLUON_BASE,
                 **schedule,
                 # Two programs an SM are worth it where each is small, and more slots where keys are few.
-                **{"BLOCK_M": rows, "BLOCK_N": keys, "CTAS": 2 if rows == 64 else 1, "PACK_GQA": pack},
+                **{"BLOCK_M": rows, "BLOCK_N": keys, "CTAS": 2 if rows == 64 and narrow else 1, "PACK_GQA": pack},
                 **{"HEAD_SPLIT": split, "num_stages": 2 if keys > 64 else 3},
             },
         )
@@ -233,7 +234,7 @@ def _has_few_rows(problem: Problem) -> bool:
 
 
 def _packs(problem: Problem, most: int) -> tuple[int, ...]:
-    """Heads in the rows of a tile: one, and as many as share keys where a head has few rows."""
-    together = 1 << (problem.group_size - 1).bit_length()
+    """Heads in the rows of a tile: one, and all or half of those that share keys, where a head has few rows."""
+    together = min(1 << (problem.group_size - 1).bit_length(), most)
     few = problem.seq_q * problem.group_size <= 4 * FEW_ROWS
-    return (1, min(together, most)) if together > 1 and few else (1,)
+    return tuple(sorted({1, max(1, together // 2), together})) if few else (1,)

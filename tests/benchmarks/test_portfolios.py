@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import drawn_calls
 import portfolio_model
+import portfolio_predictions
 import portfolio_text
 import portfolio_tree
 import portfolios
@@ -67,6 +70,15 @@ def examples() -> list[Example]:
     return found
 
 
+def samples_of(examples: list[Example]) -> Iterator[portfolio_model.Sample]:
+    """All times of some examples."""
+    for each in examples:
+        for variant, time_us in each.times_us.items():
+            yield portfolio_model.Sample(
+                problem=each.problem, device=H200, variant=variant, time_us=time_us, rough=False
+            )
+
+
 def test_the_tree_asks_what_tells_the_problems_apart(examples: list[Example]) -> None:
     tree = portfolio_tree.grow(examples)
     assert {variants[0] for variants in portfolio_tree.leaves(tree)} == {SHORT, LONG}
@@ -117,6 +129,19 @@ def test_where_the_first_cannot_run_the_next_is_for_what_is_left(plain_us: float
     plain = feasible(odd, even)[0]
     each = [example(even, {fast: 10.0, plain: plain_us}), example(odd, {plain: plain_us})]
     assert first_of(portfolio_tree.grow(each), 2) == (fast, plain)
+
+
+def test_a_list_has_what_problems_near_it_run_that_its_own_examples_never_need() -> None:
+    """No question tells head dims 60 and 64 apart, and none of 60 was drawn with as many rows."""
+    gluon = search_space.load("gluon/forward")
+    many, odd = problem(1024), problem(1024, head_dim=60)
+    fast = next(seed for seed in gluon.seeds_for(many, H200) if gluon.why_infeasible(seed, odd, H200) is not None)
+    each = [example(problem(1024), {fast: 10.0, SHORT: 20.0, LONG: 30.0})] * 6
+    each += [example(problem(rows), {SHORT: 10.0, LONG: 10.5}) for rows in range(1, 7)]
+    each += [example(problem(rows, head_dim=60), {SHORT: 12.0, LONG: 10.0}) for rows in range(1, 7)]
+    tree = portfolio_tree.grow(each)
+    assert portfolio_tree.choice(example(many, {}), tree) == fast
+    assert portfolio_tree.choice(example(odd, {}), tree) == LONG
 
 
 def test_numbers_are_asked_first_though_sizes_tell_more_apart(examples: list[Example]) -> None:
@@ -190,14 +215,28 @@ def test_what_rules_allow_and_no_measurement_has_is_taken_to_fail() -> None:
     assert any(SHORT in each.times_us for each in portfolios.predicted(chosen, screened, [problem(700)]))
 
 
+@pytest.mark.exhaustive  # each process takes seconds to start
+def test_processes_predict_what_one_does(examples: list[Example], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = portfolio_model.fit(list(samples_of(examples)))
+    drawn = [problem(rows, head_dim) for rows in (1, 100, 3000) for head_dim in (64, 60, 64)]
+    alone = portfolio_predictions.of(model, [SHORT, LONG], drawn, H200)
+    monkeypatch.setattr(portfolio_predictions, "CHUNK", 2)
+    assert portfolio_predictions.of(model, [SHORT, LONG], drawn, H200) == alone
+    assert set(alone[0]) == {SHORT, LONG}
+    assert alone[0] != alone[3] != alone[6]
+
+
+def test_a_model_goes_to_other_processes_without_what_only_its_errors_need(examples: list[Example]) -> None:
+    model = portfolio_model.fit(list(samples_of(examples)) * 10)
+    sent = pickle.dumps(model)
+    factor_bytes = 8 * (10 * 2 * len(examples)) ** 2
+    assert len(sent) < factor_bytes / 2
+    case = problem(700), [SHORT, LONG], H200
+    assert pickle.loads(sent).times_us(*case) == model.times_us(*case)
+
+
 def test_the_model_tells_variants_apart_on_sizes_that_it_has_not_seen(examples: list[Example]) -> None:
-    model = portfolio_model.fit(
-        [
-            portfolio_model.Sample(problem=each.problem, device=H200, variant=variant, time_us=time_us, rough=False)
-            for each in examples
-            for variant, time_us in each.times_us.items()
-        ]
-    )
+    model = portfolio_model.fit(list(samples_of(examples)))
     few, many = (model.times_us(problem(rows), [SHORT, LONG], H200) for rows in (3, 1500))
     assert few[SHORT] < few[LONG]
     assert many[LONG] < many[SHORT]
@@ -206,6 +245,12 @@ def test_the_model_tells_variants_apart_on_sizes_that_it_has_not_seen(examples: 
 def test_few_queries_have_variants_that_share_the_keys_of_a_head() -> None:
     pool = variant_pool.pool(samples.problem(seq_q=1, seq_kv=60_000), H200)
     assert {each.as_dict().get("SPLITS", 1) for each in pool if each.template == "triton/forward"} >= {1, 4, 16, 64}
+
+
+def test_few_rows_have_tiles_of_all_heads_that_share_keys_and_of_half_of_them() -> None:
+    """Of 17 queries in groups of four, the fastest kernel of an H100 had two heads in a tile."""
+    pool = variant_pool.pool(samples.problem(batch=32, heads_q=32, heads_kv=8, seq_q=17, seq_kv=17, head_dim=192), H200)
+    assert {each.as_dict().get("PACK_GQA", 1) for each in pool if each.template == "gluon/forward"} >= {1, 2, 4}
 
 
 @pytest.mark.exhaustive
