@@ -181,7 +181,7 @@ class TimeModel:
         self._inputs = self._scaled(inputs)
         covariance = self._covariance(self._inputs, self._inputs)
         covariance[np.diag_indices(len(noise))] += noise
-        # Some 24,000 samples have a covariance of 4.7 GB. PyTorch factors it in half the time of NumPy's solve.
+        # Some 24,000 samples have a covariance of 4.7 GB. Its factor takes half the products of a solution without one.
         self._factor = torch.linalg.cholesky(torch.from_numpy(covariance))
         self._weights = self._solved((targets - self._offset)[:, None])[:, 0]
 
