@@ -137,7 +137,7 @@ def test_a_list_has_what_problems_near_it_run_that_its_own_examples_never_need()
     many, odd = problem(1024), problem(1024, head_dim=60)
     fast = next(seed for seed in gluon.seeds_for(many, H200) if gluon.why_infeasible(seed, odd, H200) is not None)
     each = [example(problem(1024), {fast: 10.0, SHORT: 20.0, LONG: 30.0})] * 6
-    each += [example(problem(rows), {SHORT: 10.0, LONG: 10.5}) for rows in range(1, 7)]
+    each += [example(problem(rows), {fast: 30.0, SHORT: 10.0, LONG: 10.5}) for rows in range(1, 7)]
     each += [example(problem(rows, head_dim=60), {SHORT: 12.0, LONG: 10.0}) for rows in range(1, 7)]
     tree = portfolio_tree.grow(each)
     assert portfolio_tree.choice(example(many, {}), tree) == fast
