@@ -180,7 +180,7 @@ def _of_numbers(examples: Sequence[Example], questions: Sequence[tuple[str, floa
     if not questions:
         table = _Table(examples, least_gain)
         rows = np.arange(len(examples))
-        return _grown(table, [rows], table.list_of(rows))
+        return _grown(table, [rows], table.list_of(rows)[0])
     (fact, below), *others = questions
     low = [example for example in examples if float(example.facts[fact]) < below]
     high = [example for example in examples if float(example.facts[fact]) >= below]
@@ -190,11 +190,10 @@ def _of_numbers(examples: Sequence[Example], questions: Sequence[tuple[str, floa
     return _asked(fact, below, then, otherwise)
 
 
-def _grown(table: _Table, ancestors: Sequence[Rows], own: tuple[float, list[int]]) -> Tree:
-    """A tree of the last of these rows, which are parts of those before."""
-    rows, split = ancestors[-1], None
-    if len(ancestors) <= MOST_DEPTH:
-        split = _best_split(table, rows, own[0])
+def _grown(table: _Table, ancestors: Sequence[Rows], cost: float) -> Tree:
+    """A tree of the last of these rows, which are parts of those before, and cost so much with one list."""
+    rows = ancestors[-1]
+    split = _best_split(table, rows, cost) if len(ancestors) <= MOST_DEPTH else None
     if split is None:
         return tuple(table.variants[column] for column in table.completed(ancestors))
     feature, threshold, below, above = split
@@ -219,7 +218,7 @@ def leaves(tree: Tree) -> Iterator[tuple[Variant, ...]]:
         yield tree
 
 
-_Split: TypeAlias = tuple[str, float, tuple[float, list[int]], tuple[float, list[int]]]
+_Split: TypeAlias = tuple[str, float, float, float]  # a question, and what the rows below and above its number cost
 
 
 def _best_split(table: _Table, rows: Rows, cost: float) -> _Split | None:
@@ -231,8 +230,8 @@ def _best_split(table: _Table, rows: Rows, cost: float) -> _Split | None:
             low = values < threshold
             if min(low.sum(), (~low).sum()) < LEAST_PROBLEMS:
                 continue
-            below, above = table.list_of(rows[low]), table.list_of(rows[~low])
-            gain = cost - below[0] - above[0]
+            below, above = table.list_of(rows[low])[0], table.list_of(rows[~low])[0]
+            gain = cost - below - above
             if gain > table.least_gain and (best is None or gain > best[0] + 1e-9):
                 best = gain, (feature, threshold, below, above)
     return None if best is None else best[1]
