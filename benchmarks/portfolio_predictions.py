@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import drawn_calls
+import environment
 import portfolio_tree
 from portfolio_model import TimeModel
 
@@ -26,7 +26,6 @@ TF32X3_OF = 4
 # they take too long, and a tree that never saw one led them to variants of other problems, or to the last of a list.
 LONG_OF, LONGER = 5, 8
 CHUNK = 100  # problems that a process takes at once
-THREADS = "OPENBLAS_NUM_THREADS"
 
 
 def drawn_problems() -> list[Problem]:
@@ -79,7 +78,9 @@ def of(
         return [_named(cover, each) for each in times]
     # What rules say of a kind of kernel is worked out once and kept for a while: problems of a kind go together.
     order = sorted(range(len(problems)), key=lambda place: (str(kernel_kind.of(problems[place])), place))
-    with _one_thread(), multiprocessing.get_context("spawn").Pool(os.cpu_count(), _begin, [predictor]) as pool:
+    # Each multiplies matrices on one core: together they have all of them busy.
+    one_thread = environment.variable("OPENBLAS_NUM_THREADS", "1")
+    with one_thread, multiprocessing.get_context("spawn").Pool(os.cpu_count(), _begin, [predictor]) as pool:
         answers = pool.imap(_times_us, [problems[place] for place in order], CHUNK)
         of_place = dict(zip(order, answers, strict=True))
     return [_named(cover, of_place[place]) for place in range(len(problems))]
@@ -87,20 +88,6 @@ def of(
 
 def _named(cover: Sequence[Variant], times: Sequence[tuple[int, float]]) -> dict[Variant, float]:
     return {cover[number]: time_us for number, time_us in times}
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Lets processes that start here multiply matrices on one core each: together they have all cores busy."""
-    before = os.environ.get(THREADS)
-    os.environ[THREADS] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[THREADS]
-        else:
-            os.environ[THREADS] = before
 
 
 def _begin(predictor: _Predictor) -> None:

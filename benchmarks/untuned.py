@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import shlex
 import statistics
 import sys
@@ -28,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import drawn_calls
+import environment
 from kept import keep
 
 from autoattn import functional
@@ -95,15 +95,11 @@ def choices(problems: Sequence[Problem], card: Device, predicted: Path | None) -
 @contextmanager
 def _user_cache(folder: Path) -> Iterator[None]:
     """Makes a folder the user's cache."""
-    before = os.environ.get("AUTOATTN_CACHE")
-    os.environ["AUTOATTN_CACHE"] = str(folder)
-    functional.forget()
     try:
-        yield
+        with environment.variable("AUTOATTN_CACHE", str(folder)):
+            functional.forget()
+            yield
     finally:
-        os.environ.pop("AUTOATTN_CACHE")
-        if before is not None:
-            os.environ["AUTOATTN_CACHE"] = before
         functional.forget()
 
 
