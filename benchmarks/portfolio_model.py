@@ -22,6 +22,7 @@ import torch
 
 from autoattn.core import roofline
 from autoattn.core.device import Device
+from autoattn.core.key_cache import PART_GROUP
 from autoattn.core.problem import Precision, Problem
 from autoattn.core.tile_widths import padded, pieces
 from autoattn.core.variant import Value, Variant
@@ -44,11 +45,13 @@ CHOICES: tuple[tuple[str, tuple[Value, ...]], ...] = (
     ("PERSISTENT", (1,)),
     ("HEAD_SPLIT", (1, 2)),
     ("products", ("bf16x3", "bf16x6")),
+    ("parts_read", ("by_rows", "by_groups")),
 )
 LENGTH_SCALE = 14.0  # of the kernel, in standard deviations of the features, which each have a weight of their own
 SCALES = Path(__file__).resolve().parent / "data" / "feature_scales.json"
 NOISE = 0.002  # variance of the logarithm of a time measured in rounds
 DIGITS = 2  # of the logarithm of a predicted time
+ROWS_AT_ONCE = 1024  # of the covariance of all samples
 ROUGH = 3  # times as much of a screened one
 
 
@@ -65,6 +68,7 @@ class Work:
     bytes_read: float  # keys and values, by all passes
     products: float  # of a pass, in flops
     rows_used: float  # share of the tiles' rows
+    added: float  # numbers of what others left that the last program of a tile reads
 
 
 def work_of(problem: Problem, variant: Variant, device: Device) -> Work:
@@ -91,7 +95,18 @@ def work_of(problem: Problem, variant: Variant, device: Device) -> Work:
         bytes_read=passes * keys * 2 * width * problem.dtype.bytes,
         products=4.0 * rows * keys * width,
         rows_used=problem.seq_q * problem.heads_q * problem.batch / (tiles * rows),
+        added=_added(problem, params, together) * width,
     )
+
+
+def _added(problem: Problem, params: dict[str, Value], together: int) -> float:
+    """Rows of parts that the last program of a tile reads, one behind the other."""
+    splits, rows = int(params.get("SPLITS", 1)), int(params["BLOCK_M"])
+    if params.get("parts_read") == "by_rows":
+        return splits * min(rows, problem.seq_q * together)
+    if params.get("parts_read") == "by_groups":
+        return (min(splits, PART_GROUP) + splits / PART_GROUP) * rows
+    return splits * rows
 
 
 def padded_count(count: int) -> int:
@@ -138,7 +153,7 @@ def features(problem: Problem, variant: Variant, device: Device) -> dict[str, fl
         "heads_an_sm": problem.heads_kv * problem.batch / device.sm_count, "masked": 0.01 + work.masked,
         "bytes_over_least": work.bytes_read / problem.bytes(),
         "l2_over_least": work.bytes_read / L2_BYTES_PER_US / max(least_us, 0.1),
-        "l2_us": 2.0 + work.bytes_read / L2_BYTES_PER_US, "rows_used": work.rows_used,
+        "l2_us": 2.0 + work.bytes_read / L2_BYTES_PER_US, "rows_used": work.rows_used, "added": work.added,
         "full_waves": max(1.0, waves), "element_bytes": problem.dtype.bytes,
     }  # fmt: skip
     flags: dict[str, float] = {
@@ -179,10 +194,7 @@ class TimeModel:
         self._mean, self._deviation = inputs.mean(axis=0), (inputs.std(axis=0) + 1e-9) / np.array(weights)
         self._offset = float(targets.mean())
         self._inputs = self._scaled(inputs)
-        covariance = self._covariance(self._inputs, self._inputs)
-        covariance[np.diag_indices(len(noise))] += noise
-        # Some 24,000 samples have a covariance of 4.7 GB. Its factor takes half the products of a solution without one.
-        self._factor = torch.linalg.cholesky(torch.from_numpy(covariance))
+        self._factor = self._factored(noise)
         self._weights = self._solved((targets - self._offset)[:, None])[:, 0]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -218,6 +230,18 @@ class TimeModel:
         """What the covariance of the samples takes to this: [samples, columns]."""
         solved: Array = torch.cholesky_solve(torch.from_numpy(right), self._factor).numpy()
         return solved
+
+    def _factored(self, noise: Array) -> torch.Tensor:
+        """The factor of the samples' covariance.
+
+        Some 34,000 samples have a covariance of 9 GB, which is gone when the factor is there, as a solution copies that.
+        """
+        covariance = np.empty((len(noise), len(noise)))
+        for begin in range(0, len(noise), ROWS_AT_ONCE):
+            rows = slice(begin, begin + ROWS_AT_ONCE)
+            covariance[rows] = self._covariance(self._inputs[rows], self._inputs)
+        covariance[np.diag_indices(len(noise))] += noise
+        return torch.linalg.cholesky(torch.from_numpy(covariance))
 
     def _scaled(self, inputs: Array) -> Array:
         scaled: Array = (inputs - self._mean) / (self._deviation * LENGTH_SCALE)

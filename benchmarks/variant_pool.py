@@ -55,6 +55,11 @@ FLOAT32_TILES = (
 OF_A_TILE = 2  # candidates of it
 OF_A_SPLIT_TILE = 4  # where rows are few, and the programs that share their keys are many or few
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
+SPLIT_TILES = ((16, 32, 2), (16, 64, 2), (16, 64, 4), (16, 128, 2), (16, 128, 4))
+MOST_SPLIT_ROWS = (
+    16  # of a head or of heads that share keys: a tile of few rows, whose parts are added up by rows or groups
+)
+PROGRAMS_AN_SM = 0.2, 4.0  # of calls whose tiles programs share: fewer leave SMs idle, and more have too much to add up
 FEW_ROWS = 64  # of a head or of heads that share keys: programs split the keys, and heads share tiles
 FEW_TILES = 256  # of 128 queries: then programs may split the keys too
 MOST_SEEDS = 8  # of a template
@@ -74,7 +79,8 @@ def pool(problem: Problem, device: Device) -> list[Variant]:
         coming |= dict.fromkeys(space.seeds_for(problem, device)[:MOST_SEEDS])
     for template in spaces:
         coming |= dict.fromkeys(list(winners(device, problem, template))[:NEAR_WINNERS])
-    for template, params in itertools.chain(_gluon_grid(problem), _triton_grid(problem)):
+    grids = _gluon_grid(problem), _triton_grid(problem), _split_grid(problem, device)
+    for template, params in itertools.chain(*grids):
         if template in spaces and spaces[template].holds(params):
             coming[spaces[template].variant(params)] = None
     return feasible(list(coming), problem, device)
@@ -227,6 +233,29 @@ def _triton_grid(problem: Problem) -> Iterator[tuple[str, Mapping[str, Value]]]:
                 **{"SPLITS": count, "PACK_GQA": pack, "HEAD_SPLIT": 0, "products": product},
             },
         )
+
+
+def _split_grid(problem: Problem, device: Device) -> Iterator[tuple[str, Mapping[str, Value]]]:
+    """Tiles of few rows that many programs share, and both ways to add up their parts that are made for these."""
+    rows = problem.seq_q * problem.group_size
+    if rows > MOST_SPLIT_ROWS:
+        return
+    tiles = problem.batch * problem.heads_kv
+    fewest, most = (share * device.sm_count for share in PROGRAMS_AN_SM)
+    product = "bf16x6" if problem.dtype is DType.FLOAT32 and problem.precision is Precision.IEEE else "as_asked"
+    for (block_m, keys, warps), count, parts_read, loop in itertools.product(
+        SPLIT_TILES, (*SPLITS[1:], 128), ("by_rows", "by_groups"), ("split", "branch")
+    ):
+        if fewest <= tiles * count <= most and (parts_read == "by_rows" or rows > 2):
+            yield (
+                TRITON,
+                {
+                    **TRITON_BASE,
+                    **{"BLOCK_M": block_m, "BLOCK_N": keys, "num_warps": warps, "num_stages": 3, "mask_loop": loop},
+                    **{"SPLITS": count, "PACK_GQA": int(problem.group_size > 1), "HEAD_SPLIT": 0},
+                    **{"parts_read": parts_read, "products": product},
+                },
+            )
 
 
 def _has_few_rows(problem: Problem) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -24,7 +25,30 @@ hypothesis.settings.register_profile("autoattn", deadline=None)  # a busy machin
 hypothesis.settings.load_profile("autoattn")
 
 
+EACH = 4  # case of a test that runs or compiles kernels is one that every run has
+
+
+@pytest.hookimpl(tryfirst=True)  # before cases are selected by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _leave_cases_to_exhaustive_runs(items)
+    _skip_without_a_gpu(items)
+
+
+def _leave_cases_to_exhaustive_runs(items: list[pytest.Item]) -> None:
+    """Marks all but each EACH-th case of tests that are marked `interpreter` or `compiler`."""
+    counts: Counter[tuple[Path, str]] = Counter()
+    for item in items:
+        heavy = item.get_closest_marker("interpreter") or item.get_closest_marker("compiler")
+        left_out = item.get_closest_marker("exhaustive") or item.get_closest_marker("gpu")
+        if not heavy or left_out or not isinstance(item, pytest.Function):
+            continue
+        test = item.path, item.originalname
+        if counts[test] % EACH:
+            item.add_marker(pytest.mark.exhaustive)
+        counts[test] += 1
+
+
+def _skip_without_a_gpu(items: list[pytest.Item]) -> None:
     marked = [item for item in items if isinstance(item, pytest.Function) and item.get_closest_marker("gpu")]
     if not marked:
         return

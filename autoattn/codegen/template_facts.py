@@ -7,7 +7,7 @@ from functools import partial
 
 from autoattn.codegen import argument_names, search_space
 from autoattn.core.kernel_kind import KernelKind
-from autoattn.core.key_cache import LATENT_GROUP
+from autoattn.core.key_cache import PART_GROUP
 from autoattn.core.mask import Alignment, Mask
 from autoattn.core.modifiers import SWITCHES, Bias
 from autoattn.core.problem import DType, Op
@@ -147,7 +147,7 @@ def _forward_facts(
         # A latent that is no finite number spoils the scores of who sees it, and a masked step clears it for others.
         "redo": params["softmax"] != NO_SOFTMAX and (hides or params["softmax"] == FIRST_MAX) and not latent,
         "clears": hides and latent,
-        "group_parts": LATENT_GROUP,
+        "group_parts": PART_GROUP,
         "sinks": modifiers.sinks,
         "growth_lines": [],
     }

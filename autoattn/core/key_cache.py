@@ -11,7 +11,7 @@ from autoattn.errors import ProblemError
 
 MAX_PAGE = 2**20  # keys of a page
 MAX_LATENT_DIM = 576  # of a query, where values are the first elements of keys
-LATENT_GROUP = 8  # parts of a tile of latents that are added up before those of other groups
+PART_GROUP = 8  # parts of a tile that are added up before those of other groups
 MAX_SPLITS = 2**16  # programs that a caller may name
 INVARIANT_SPLITS = 64  # that a call names which asks for the same bits in every batch, and for no number of them
 SPLIT_LENGTHS = tuple(2**power for power in range(6, 15))  # 64 to 16,384 keys: whole blocks of keys

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from autoattn.codegen import search_space
 from autoattn.core.device import Device
-from autoattn.core.key_cache import LATENT_GROUP
+from autoattn.core.key_cache import PART_GROUP
 from autoattn.core.problem import Op, Problem
 from autoattn.core.trial import Prediction, StaticReport
 from autoattn.core.variant import Value, Variant
@@ -185,9 +185,14 @@ def _adding_up(problem: Problem, params: Mapping[str, Value], constants: Constan
     splits = int(params.get("SPLITS", 1))
     if splits == 1:
         return 0.0
-    part = int(params["BLOCK_M"]) * (widths(problem, params)[1] + 2) * 4
-    if problem.is_latent and splits > LATENT_GROUP:  # reads a group, writes its sum, and reads the sums of all groups
-        splits = LATENT_GROUP + 1 + splits // LATENT_GROUP
+    rows, parts_read = int(params["BLOCK_M"]), params.get("parts_read")
+    if parts_read == "by_rows":
+        rows = min(rows, problem.seq_q * (problem.group_size if params.get("PACK_GQA") else 1))
+    part = rows * (widths(problem, params)[1] + 2) * 4
+    if (problem.is_latent or parts_read == "by_groups") and splits > PART_GROUP:
+        splits = (
+            PART_GROUP + 1 + splits // PART_GROUP
+        )  # reads a group, writes its sum, and reads the sums of all groups
     return (1 + splits) * part / 64 + 3 * constants.load_latency
 
 

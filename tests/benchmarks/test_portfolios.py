@@ -247,6 +247,27 @@ def test_few_queries_have_variants_that_share_the_keys_of_a_head() -> None:
     assert {each.as_dict().get("SPLITS", 1) for each in pool if each.template == "triton/forward"} >= {1, 4, 16, 64}
 
 
+def test_few_tiles_have_variants_whose_parts_are_added_up_at_once() -> None:
+    decode = samples.problem(batch=1, heads_q=4, heads_kv=1, seq_q=1, seq_kv=60_000)
+    params = [variant.as_dict() for variant in variant_pool.pool(decode, H200)]
+    ways = {(each.get("parts_read"), each["SPLITS"]) for each in params if each.get("SPLITS", 1) > 1}
+    assert {("by_rows", 64), ("by_rows", 128), ("by_groups", 64)} <= ways
+    many = samples.problem(batch=64, heads_q=32, heads_kv=32, seq_q=1, seq_kv=60_000)
+    assert not any(variant.as_dict().get("parts_read") for variant in variant_pool.pool(many, H200))
+
+
+def test_the_model_counts_what_the_last_program_of_a_tile_adds_up() -> None:
+    decode = samples.problem(batch=1, heads_q=4, heads_kv=1, seq_q=1, seq_kv=60_000, head_dim=64)
+    space = search_space.load("triton/forward")
+    tile = {**variant_pool.TRITON_BASE, "BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3, "HEAD_SPLIT": 0}
+    tile |= {"SPLITS": 64, "PACK_GQA": 1}
+    added = [
+        portfolio_model.work_of(decode, space.variant({**tile, "parts_read": way}), H200).added
+        for way in ("maxima_first", "by_rows", "by_groups")
+    ]
+    assert added == [64 * 16 * 64, 64 * 4 * 64, (8 + 8) * 16 * 64]
+
+
 def test_few_rows_have_tiles_of_all_heads_that_share_keys_and_of_half_of_them() -> None:
     """Of 17 queries in groups of four, the fastest kernel of an H100 had two heads in a tile."""
     pool = variant_pool.pool(samples.problem(batch=32, heads_q=32, heads_kv=8, seq_q=17, seq_kv=17, head_dim=192), H200)

@@ -15,7 +15,7 @@ from autoattn.core.modifiers import Modifiers
 from autoattn.core.problem import Layout
 from autoattn.kernels.compiler import build, inspect
 
-pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
+pytestmark = [pytest.mark.usefixtures("nothing_compiled_before"), pytest.mark.exhaustive]
 
 # Of head dims between powers of two, the columns of the first and of the second consumer, of the gradients of queries;
 # and in wide heads the columns of the products for the gradients of keys, and of values. In front of them: products of

@@ -13,7 +13,7 @@ from autoattn.core.mask import Mask
 from autoattn.core.variant import Traits
 from autoattn.kernels.compiler import inspect
 
-pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
+pytestmark = [pytest.mark.usefixtures("nothing_compiled_before"), pytest.mark.exhaustive]
 
 DOCUMENTS = "captured0: int32[1]\n(captured0[q_idx] == captured0[kv_idx]) & (q_idx >= kv_idx)"
 # Of tables of 128 by 128: bytes that the default spills outside of its loop over whole blocks

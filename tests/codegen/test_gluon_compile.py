@@ -31,7 +31,7 @@ from autoattn.kernels.gluon_interpreter import module_loader
 from autoattn.reference import inputs
 from autoattn.runtime.plan import cache_lookup
 
-pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
+pytestmark = [pytest.mark.usefixtures("nothing_compiled_before"), pytest.mark.compiler]
 
 ALIKE = "captured0: int32[1]\n(captured0[q_idx] == captured0[kv_idx]) & (q_idx // 8 >= kv_idx // 8)"
 SLOPES = "captured0: float32[1]\nscore - captured0[h] * abs(q_idx - kv_idx)"  # a number a head
@@ -119,6 +119,7 @@ def early_seeds() -> tuple[tuple[Variant, ...], ...]:
         lambda case: case[0] == "first" and case[1] in OFTEN,
     ),
 )
+@pytest.mark.exhaustive
 def test_no_seed_that_is_tried_early_is_serialised_or_spills_in_its_loop(place: int, part: str) -> None:
     kind, traits = KINDS[place]
     seeds = early_seeds()[place][FIRST if part == "first" else OTHERS]
@@ -184,6 +185,7 @@ IDS = ["positions", "documents", "tanh", "table", "slopes"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("text", "most"), rarely(SCORE_MODS, lambda case: case[0] == TABLE), ids=IDS)
+@pytest.mark.exhaustive
 def test_scores_that_a_caller_changes_stay_in_registers(text: str, most: int) -> None:
     one = problem(head_dim=128, mask="causal", modifiers=Modifiers(score_mod=text))
     seed = search_space.load(TEMPLATE).seeds_for(one, H200)[0]

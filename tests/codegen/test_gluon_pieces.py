@@ -17,7 +17,7 @@ from autoattn.core.variant import Source, Traits, Value
 from autoattn.kernels import manifest
 from autoattn.kernels.compiler import inspect, load_module
 
-pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
+pytestmark = [pytest.mark.usefixtures("nothing_compiled_before"), pytest.mark.exhaustive]
 
 SPLIT: dict[str, Value] = {"HEAD_SPLIT": 1}
 PACKED: dict[str, Any] = {"layout": Layout.PACKED, "tokens_q": 9000, "tokens_kv": 9000}

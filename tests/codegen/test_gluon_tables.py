@@ -16,7 +16,7 @@ from autoattn.core.variant import Source, Value
 from autoattn.kernels.compiler import build, inspect
 from autoattn.kernels.sass import disassembler
 
-pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
+pytestmark = [pytest.mark.usefixtures("nothing_compiled_before"), pytest.mark.exhaustive]
 
 LABEL = re.compile(r"^(\.L_x_\d+):")
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;(.*)$")

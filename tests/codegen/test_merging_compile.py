@@ -15,7 +15,7 @@ from autoattn.codegen import render
 from autoattn.core.problem import DType, Layout
 from autoattn.kernels import compiler
 
-pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
+pytestmark = [pytest.mark.usefixtures("nothing_compiled_before"), pytest.mark.exhaustive]
 
 HOPPER: list[dict[str, Any]] = [
     {"head_dim": 128},

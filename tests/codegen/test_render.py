@@ -388,6 +388,11 @@ GOLDEN_SOURCES = {
         BLOCK_M=16, BLOCK_N=128, num_warps=4, num_stages=2, SPLITS=8, PACK_GQA=1, mask_loop="every",
         first_block="ahead", parts_read="at_once",
     ),
+    "forward_bf16_d64_shared_tiles_added_by_rows": kernels.source(
+        kernels.problem(dtype=DType.BFLOAT16, head_dim=64, seq_q=1),
+        BLOCK_M=16, BLOCK_N=128, num_warps=4, num_stages=3, SPLITS=64, PACK_GQA=1, mask_loop="branch",
+        parts_read="by_rows",
+    ),
     "forward_bf16_d128_shared_tiles_of_packed_heads": kernels.source(
         kernels.problem(dtype=DType.BFLOAT16, head_dim=128, mask="causal"),
         Traits(lse=True),

@@ -41,8 +41,6 @@ def begins_ahead(one: Problem, device: Device = H100) -> bool:
         (1, (32, 8), 256, 2),
         (1, (32, 8), 1024, 8),
         (1, (32, 8), 4096, 32),
-        (1, (32, 8), 8192, 32),
-        (1, (32, 8), 65536, 32),
         (4, (32, 8), 1024, 8),
         (4, (32, 8), 8192, 8),
         (16, (32, 8), 512, 2),
@@ -59,6 +57,37 @@ def test_parts_of_caches_fill_the_multiprocessors_and_have_a_block_of_128_keys_a
     params = default(one)
     assert begins_ahead(one)
     assert (params["BLOCK_N"], params["SPLITS"]) == (128, splits)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "keys", "expected"),
+    [
+        (1, (32, 8), 8192, (16, "at_once")),
+        (1, (32, 8), 131072, (16, "at_once")),
+        (1, (8, 1), 32768, (128, "by_groups")),
+        (1, (8, 1), 8192, (64, "by_groups")),
+        (1, (4, 1), 32768, (128, "by_rows")),
+        (2, (8, 2), 32768, (32, "by_rows")),
+        (1, (8, 8), 32768, (16, "by_rows")),
+        (7, (16, 2), 32768, (8, "at_once")),
+    ],
+)
+def test_parts_of_long_caches_of_few_heads_fill_the_multiprocessors_once_and_are_added_up_at_once(
+    batch: int, heads: tuple[int, int], keys: int, expected: tuple[int, str]
+) -> None:
+    for device in (H100, H200):
+        params = default(problem(batch=batch, heads_q=heads[0], heads_kv=heads[1], seq_kv=keys), device)
+        assert (params["SPLITS"], params["parts_read"]) == expected
+        assert (params["first_block"], params["BLOCK_N"], params["mask_loop"]) == ("walked", 128, "branch")
+
+
+def test_parts_of_long_pages_are_added_up_by_rows() -> None:
+    assert default(problem("paged:16", seq_kv=32768))["parts_read"] == "by_rows"
+
+
+def test_a_call_that_says_how_a_sequence_is_cut_takes_no_number_of_parts_from_its_batch() -> None:
+    defaults = [default(problem("contiguous,splits=64", seq_kv=32768, batch=batch)) for batch in (1, 2, 8)]
+    assert all(params["parts_read"] in ("maxima_first", "at_once") for params in defaults)
 
 
 @pytest.mark.parametrize(

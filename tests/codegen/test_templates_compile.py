@@ -30,7 +30,7 @@ from autoattn.core.variant import Source, Traits, Variant
 from autoattn.errors import CompileError
 from autoattn.kernels.compiler import build, inspect, load_module
 
-pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
+pytestmark = [pytest.mark.usefixtures("nothing_compiled_before"), pytest.mark.compiler]
 
 CARDS = {80: "a30", 86: "rtx3090", 89: "l4", 90: "h200", 100: "b200", 120: "rtx5090"}
 # To these Triton gives the tensor cores' instructions of 80, so that each compiles a part of what 80 does.
@@ -158,6 +158,7 @@ def test_every_mask_modifier_and_precision_compiles_on_every_card(arch: int) -> 
     rarely([(80, slice(0, 2)), (80, slice(2, 6)), (90, slice(6, None))], lambda case: case[1] == slice(0, 2)),
     ids=str,
 )  # all, between them
+@pytest.mark.exhaustive
 def test_every_mask_modifier_and_precision_compiles_on_some_card(arch: int, part: slice) -> None:
     compile_all(list(every_axis(arch))[part], arch)
 
@@ -191,6 +192,7 @@ STAGED = [  # facts, whether the head dim is in pieces, and stages of which one 
 
 
 @pytest.mark.parametrize(("facts", "split", "stages"), rarely(STAGED, lambda case: case is STAGED[0]), ids=str)
+@pytest.mark.exhaustive
 def test_rules_know_how_many_stages_of_warpgroup_products_fit(facts: dict[str, Any], split: int, stages: int) -> None:
     params = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "HEAD_SPLIT": split}
     one = kernels.problem(seq_q=512, seq_kv=1024, **facts)
@@ -268,6 +270,7 @@ def test_divisible_strides_give_wide_loads_and_unknown_ones_do_not() -> None:
     assert "cp.async.cg.shared.global" not in loads[1]
 
 
+@pytest.mark.exhaustive
 def test_a_register_cap_reaches_the_compiler() -> None:
     one = kernels.problem(dtype=DType.BFLOAT16, head_dim=128)
     tile: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}

@@ -23,6 +23,8 @@ TILES: list[dict[str, Any]] = [
     {"BLOCK_N": 64, "SPLITS": 16},
     {"BLOCK_N": 128, "SPLITS": 8},
     {"BLOCK_N": 128, "SPLITS": 2},  # of which each walks on
+    {"BLOCK_N": 64, "SPLITS": 16, "parts_read": "by_rows"},
+    {"BLOCK_N": 32, "SPLITS": 32, "parts_read": "by_groups"},
 ]
 
 
@@ -73,7 +75,7 @@ def test_a_first_block_ahead_gives_the_output_of_the_keys_that_are_there_and_the
     cache: str, tile: dict[str, Any]
 ) -> None:
     one = problem(cache)
-    source = kernels.source(one, num_warps=4, PACK_GQA=1, **tile, **AHEAD)
+    source = kernels.source(one, num_warps=4, PACK_GQA=1, **{**AHEAD, **tile})
     kernel = compiler.load(source, torch.device("cuda", 0))
     given, expected = operands(one)
     outputs = []

@@ -52,6 +52,10 @@ CASES: tuple[tuple[str, bool, str, dict[str, Any]], ...] = (
     ("paged:16,float8_e4m3", False, "causal", {"SPLITS": 4, "PART_BLOCKS": 2, "first_block": "ahead"}),
     ("paged:16", True, "causal", {"PACK_GQA": 1, "SPLITS": 4, "parts_read": "at_once"}),
     ("contiguous", False, "window:9,3", {"SPLITS": 2, "SHARED_PROGRAMS": 64, "parts_read": "at_once"}),
+    ("contiguous", False, "full", {"PACK_GQA": 1, "SPLITS": 4, "parts_read": "by_rows", "first_block": "ahead"}),
+    ("paged:16", True, "causal", {"PACK_GQA": 1, "SPLITS": 16, "parts_read": "by_groups"}),
+    ("paged:3", False, "window:9,3", {"SPLITS": 16, "SHARED_PROGRAMS": 64, "parts_read": "by_groups"}),
+    ("contiguous", False, "causal", {"SPLITS": 2, "SHARED_PROGRAMS": 64, "parts_read": "by_rows"}),
 )
 
 

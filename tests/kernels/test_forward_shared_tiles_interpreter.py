@@ -46,7 +46,7 @@ def broken(child: Pool, right: str, wrong: str, **chosen: Any) -> interpreted.Re
 
 @pytest.mark.parametrize("point", kernels.covering({
     "mask": MASKS, "mask_loop": MASK_LOOPS, "softmax": SOFTMAXES, "SPLITS": (2, 4, 16),
-    "modifiers": (Modifiers(), HEAVY),
+    "parts_read": ("maxima_first", "by_rows"), "modifiers": (Modifiers(), HEAVY),
     "lengths": ((37, 85), (85, 37), (1, 170), (16, 64)), "head_dims": ((16, 16), (24, 40)),
 }), ids=str)  # fmt: skip
 def test_programs_that_share_a_tile_match_the_reference(child: Pool, point: dict[str, Any]) -> None:
@@ -59,13 +59,29 @@ def test_programs_that_share_a_tile_match_the_reference(child: Pool, point: dict
     assert result.ok, result
 
 
+@pytest.mark.parametrize(("changes", "heads"), [
+    ({"mask": "full", "seq_q": 1}, 4), ({"mask": "causal", "seq_q": 5}, 4), ({"mask": "window:-1,3"}, 2),
+    ({"mask": "full", "seq_q": 3, "head_dim": 40, "head_dim_v": 24, "modifiers": HEAVY}, 3),
+])  # fmt: skip
+@pytest.mark.parametrize("together", [0, 1])
+def test_parts_of_a_tile_are_added_up_by_groups_of_eight(
+    child: Pool, changes: dict[str, Any], heads: int, together: int
+) -> None:
+    one = small(heads_q=heads, seq_kv=270, **changes)  # 17 blocks of keys: two groups, and one of a single part
+    source = kernels.source(one, SPLITS=32, PACK_GQA=together, parts_read="by_groups")
+    assert "GROUP_PARTS" in source.text
+    result = run(child, one, SPLITS=32, PACK_GQA=together, parts_read="by_groups")
+    assert result.ok, result
+
+
 @pytest.mark.parametrize(("changes", "splits"), diagonal([
     {"mask": "blocks:16x32,0.5"}, {"dtype": DType.FLOAT32}, {"dtype": DType.FLOAT32, "precision": Precision.TF32},
     {"modifiers": Modifiers(dropout=True)}, {"modifiers": kernels.MODIFIERS[2]}, {"modifiers": kernels.MODIFIERS[5]},
     {"layout": Layout.BSHD, "batch": 3},
 ], (2, 4)), ids=str)  # fmt: skip
 def test_every_other_kind_of_problem_may_be_shared(child: Pool, changes: dict[str, Any], splits: int) -> None:
-    result = run(child, small(**changes), SPLITS=splits)
+    parts_read = "by_rows" if splits == 4 else "maxima_first"
+    result = run(child, small(**changes), SPLITS=splits, parts_read=parts_read)
     assert result.ok, result
 
 
@@ -131,10 +147,14 @@ class Twice:
         return torch.equal(*outputs), int(room.abs().sum()), bool((parts != 7.0).any())
 
 
-def test_a_launch_leaves_its_counters_at_zero_and_reads_no_part_that_it_did_not_write(child: Pool) -> None:
-    one = small(mask="causal")
-    found = child.result(Twice(source=kernels.source(one, SPLITS=4), problem=one), interpreted.SECONDS)
-    assert found == (True, 0, True)
+@pytest.mark.parametrize(("parts_read", "splits"), [("maxima_first", 4), ("by_rows", 4), ("by_groups", 16)])
+def test_a_launch_leaves_its_counters_at_zero_and_reads_no_part_that_it_did_not_write(
+    child: Pool, parts_read: str, splits: int
+) -> None:
+    one = small(mask="causal", seq_kv=270)
+    source = kernels.source(one, SPLITS=splits, parts_read=parts_read)
+    outcome = child.result(Twice(source=source, problem=one), interpreted.SECONDS)
+    assert outcome == (True, 0, True)
 
 
 @pytest.mark.parametrize(("right", "wrong"), [
@@ -146,6 +166,17 @@ def test_a_launch_leaves_its_counters_at_zero_and_reads_no_part_that_it_did_not_
 ])  # fmt: skip
 def test_a_fault_in_the_sharing_is_seen(child: Pool, right: str, wrong: str) -> None:
     assert not broken(child, right, wrong, SPLITS=4).ok
+
+
+@pytest.mark.parametrize(("right", "wrong"), [
+    ("part_acc * shrink[:, :, None]", "part_acc"),
+    ("part_sum * shrink", "part_sum"),
+    ("for first in range(0, rows, ROWS)", "for first in range(0, ROWS, ROWS)"),
+    ("m_t = o_t // ROWS == first // ROWS", "m_t = o_t // ROWS == 0"),
+    ("(o_p < parts)[:, None]", "(o_p < parts - 1)[:, None]"),
+])  # fmt: skip
+def test_a_fault_in_the_adding_up_of_rows_is_seen(child: Pool, right: str, wrong: str) -> None:
+    assert not broken(child, right, wrong, SPLITS=32, parts_read="by_rows", num_warps=1).ok
 
 
 # --- heads that share keys as rows of a tile --------------------------------------------------------------------------
