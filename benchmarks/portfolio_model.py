@@ -228,13 +228,14 @@ class TimeModel:
 
     def _solved(self, right: Array) -> Array:
         """What the covariance of the samples takes to this: [samples, columns]."""
-        solved: Array = torch.cholesky_solve(torch.from_numpy(right), self._factor).numpy()
-        return solved
+        half = torch.linalg.solve_triangular(self._factor, torch.from_numpy(right), upper=False)
+        solved: Array = torch.linalg.solve_triangular(self._factor.mT, half, upper=True).numpy()
+        return solved  # torch.cholesky_solve would copy the factor
 
     def _factored(self, noise: Array) -> torch.Tensor:
         """The factor of the samples' covariance.
 
-        Some 34,000 samples have a covariance of 9 GB, which is gone when the factor is there, as a solution copies that.
+        Some 34,000 samples have a covariance of 9 GB, and a factor as large; the covariance goes when that is there.
         """
         covariance = np.empty((len(noise), len(noise)))
         for begin in range(0, len(noise), ROWS_AT_ONCE):

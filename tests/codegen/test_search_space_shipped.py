@@ -158,6 +158,12 @@ def seeded() -> frozenset[Variant]:
     ]
     one_sequence = {"batch": 1, "heads_q": 8, "heads_kv": 8, "seq_q": 1, "cache": KeyCache()}
     asked += [problem(**one_sequence, seq_kv=seq_kv, head_dim=128) for seq_kv in (2048, 8192)]
+    asked += [
+        problem(batch=batch, heads_q=heads_q, heads_kv=heads_kv, seq_q=1, seq_kv=32768, head_dim=128, cache=cache)
+        for batch, (heads_q, heads_kv), cache in itertools.product(
+            (1, 2, 4, 8), ((1, 1), (4, 1), (8, 1), (4, 2)), (KeyCache(), KeyCache(page=16))
+        )
+    ]
     asked.append(problem(head_dim=64, modifiers=Modifiers(bias=Bias.ADDITIVE)))
     asked += [
         latent(cache, batch=batch, heads_q=heads_q, seq_kv=seq_kv)
