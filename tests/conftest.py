@@ -25,7 +25,7 @@ hypothesis.settings.register_profile("autoattn", deadline=None)  # a busy machin
 hypothesis.settings.load_profile("autoattn")
 
 
-EACH = 4  # case of a test that runs or compiles kernels is one that every run has
+EACH = 4  # every run has each fourth case of costly tests
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are selected by their markers
@@ -35,10 +35,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _leave_cases_to_exhaustive_runs(items: list[pytest.Item]) -> None:
-    """Marks all but each EACH-th case of tests that are marked `interpreter` or `compiler`."""
+    """Marks all but each EACH-th case of tests that are marked `interpreter` or `sampled`."""
     counts: Counter[tuple[Path, str]] = Counter()
     for item in items:
-        heavy = item.get_closest_marker("interpreter") or item.get_closest_marker("compiler")
+        heavy = item.get_closest_marker("interpreter") or item.get_closest_marker("sampled")
         left_out = item.get_closest_marker("exhaustive") or item.get_closest_marker("gpu")
         if not heavy or left_out or not isinstance(item, pytest.Function):
             continue

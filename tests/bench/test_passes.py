@@ -29,6 +29,8 @@ from autoattn.hardware.timer import Rounds
 from autoattn.report import pass_tables as report
 from autoattn.runtime.plan import gradient_problem
 
+pytestmark = pytest.mark.sampled
+
 FEW: dict[str, Any] = {"contexts": (128,), "head_dims": (16,)}
 HOSTILE = "<script>alert('1')</script> | `code` \x1b[31m\n# head"
 

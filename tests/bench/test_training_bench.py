@@ -15,6 +15,8 @@ from autoattn.bench.training_results import Mode, Numbers, Options, Row, State, 
 from autoattn.bench.transformer import Size
 from autoattn.errors import StateError
 
+pytestmark = pytest.mark.sampled
+
 TINY = Size(name="tiny", width=32, hidden=64, layers=2, heads=2, vocabulary=50)
 NAMES = ("whole begins", "forward begins", "forward ends", "backward begins", "backward ends", "whole ends")
 

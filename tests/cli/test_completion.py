@@ -16,6 +16,8 @@ from command_line import COMMANDS, ROOT
 from autoattn.cache import store
 from autoattn.core.problem import Op
 
+pytestmark = pytest.mark.sampled
+
 
 def process(words: str, *, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs the program as a shell's completion does."""

@@ -18,7 +18,7 @@ from autoattn.core.problem import Problem
 from autoattn.core.variant import Source, Value
 from autoattn.kernels.compiler import build, inspect, load_module
 
-pytestmark = [pytest.mark.usefixtures("nothing_compiled_before"), pytest.mark.compiler]
+pytestmark = [pytest.mark.usefixtures("nothing_compiled_before"), pytest.mark.sampled]
 
 
 def problem(**changes: Any) -> Problem:

@@ -21,7 +21,7 @@ from autoattn.core.variant import Traits
 from autoattn.kernels import manifest
 from autoattn.kernels.compiler import build, inspect, load_module
 
-pytestmark = [pytest.mark.usefixtures("nothing_compiled_before"), pytest.mark.compiler]
+pytestmark = [pytest.mark.usefixtures("nothing_compiled_before"), pytest.mark.sampled]
 
 ALIKE = "captured0: int32[1]\n(captured0[q_idx] == captured0[kv_idx]) & (q_idx // 8 >= kv_idx // 8)"
 TABLE = "captured0: float32[2]\nscore + captured0[h, q_idx - kv_idx]"  # a number a pair

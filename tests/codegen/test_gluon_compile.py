@@ -31,7 +31,7 @@ from autoattn.kernels.gluon_interpreter import module_loader
 from autoattn.reference import inputs
 from autoattn.runtime.plan import cache_lookup
 
-pytestmark = [pytest.mark.usefixtures("nothing_compiled_before"), pytest.mark.compiler]
+pytestmark = [pytest.mark.usefixtures("nothing_compiled_before"), pytest.mark.sampled]
 
 ALIKE = "captured0: int32[1]\n(captured0[q_idx] == captured0[kv_idx]) & (q_idx // 8 >= kv_idx // 8)"
 SLOPES = "captured0: float32[1]\nscore - captured0[h] * abs(q_idx - kv_idx)"  # a number a head

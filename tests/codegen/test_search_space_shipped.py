@@ -29,6 +29,8 @@ from autoattn.core.variant import Value, Variant
 from autoattn.errors import SpaceError
 from autoattn.shapes import shapes_file
 
+pytestmark = pytest.mark.sampled
+
 SHIPPED = search_space.load("triton/forward")
 SHAPES = [CHECKOUT / "shapes.yaml", *sorted(CHECKOUT.glob("benchmarks/shapes/*.yaml"))]
 every_shipped_rule = pytest.mark.parametrize("place", range(len(SHIPPED.require)))

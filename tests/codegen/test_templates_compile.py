@@ -30,7 +30,7 @@ from autoattn.core.variant import Source, Traits, Variant
 from autoattn.errors import CompileError
 from autoattn.kernels.compiler import build, inspect, load_module
 
-pytestmark = [pytest.mark.usefixtures("nothing_compiled_before"), pytest.mark.compiler]
+pytestmark = [pytest.mark.usefixtures("nothing_compiled_before"), pytest.mark.sampled]
 
 CARDS = {80: "a30", 86: "rtx3090", 89: "l4", 90: "h200", 100: "b200", 120: "rtx5090"}
 # To these Triton gives the tensor cores' instructions of 80, so that each compiles a part of what 80 does.

@@ -233,6 +233,7 @@ def test_constants_lie_within_their_bounds():
     assert set(CONSTANTS) == set(Kind)
 
 
+@pytest.mark.exhaustive
 def test_a_fit_finds_the_constants_that_times_were_made_with():
     kind = Kind.SYNCHRONOUS
     true = {**CONSTANTS, kind: replace(CONSTANTS[kind], pass_latency=300.0, barrier_latency=200.0)}

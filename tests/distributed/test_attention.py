@@ -45,6 +45,7 @@ def test_more_calls_compute_what_one_process_computes(ranks: Ranks, size: int) -
     assert ranks.run(size, context_calls.faults, calls) == [[]] * size
 
 
+@pytest.mark.exhaustive
 def test_tuning_measures_the_link_and_every_method_that_takes_a_call(ranks: Ranks) -> None:
     rank_calls.assert_measured(ranks.run(2, rank_calls.measured)[0])
 

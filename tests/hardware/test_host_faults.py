@@ -149,6 +149,7 @@ def run(folder: Path, **changes: Any) -> search_options.Summary:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_that_cannot_write_stops_in_a_sentence_and_the_next_one_searches_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

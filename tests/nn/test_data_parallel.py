@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autoattn
 
+pytestmark = pytest.mark.sampled
+
 TOKENS = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(1))
 
 

@@ -291,6 +291,7 @@ def test_a_runner_up_of_another_template_is_named(entry: CacheEntry) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_report_of_a_hundred_problems_stays_below_5_mb(tmp_path: Path) -> None:
     entries = [searched.entry_of(problem, number) for number, problem in enumerate(searched.problems(100))]
     folder = tmp_path / "cache"

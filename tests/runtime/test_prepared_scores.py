@@ -24,6 +24,8 @@ from autoattn.runtime import call_cache
 from autoattn.runtime.parse import arguments
 from autoattn.runtime.plan import planner
 
+pytestmark = pytest.mark.sampled
+
 noted = noted_launches.card
 HALF = torch.float16
 HEADS, KEYS = 4, 48

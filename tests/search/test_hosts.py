@@ -127,6 +127,7 @@ def test_when_one_of_two_is_killed_the_other_does_the_rest_and_one_that_comes_la
     assert late_entry.search.trials == living_entry.search.trials
 
 
+@pytest.mark.exhaustive
 def test_two_tuners_on_one_cache_share_its_journal(start: Start, tmp_path: Path) -> None:
     for one in [start("same", "--trials", "3") for _ in range(2)]:
         ended(one)

@@ -21,6 +21,8 @@ from autoattn.search.trial_pipeline import COMPILER_MODULE
 from autoattn.workers.compile_job import Inspect
 from autoattn.workers.worker_pool import Failure, Pool
 
+pytestmark = pytest.mark.sampled
+
 LIMIT = 5.0  # seconds for a compile that hangs
 ENOUGH = 300.0  # for one that does not, on a busy machine
 STAND_IN = """#!/bin/sh

@@ -24,6 +24,8 @@ from autoattn.search.replay import Run
 from autoattn.search.shared_trials import Ledger, journalled
 from autoattn.search.study import DEFAULT, Sampler, Study
 
+pytestmark = pytest.mark.sampled
+
 RECORDINGS = BENCHMARKS / "data" / "recordings"
 PATHS = sorted(RECORDINGS.rglob("*.jsonl"))
 MEASURED = sorted((RECORDINGS / "measured").glob("*.jsonl"))

@@ -32,6 +32,8 @@ from autoattn.search.shared_trials import Ledger, News, Owner
 from autoattn.search.storage import Storage
 from autoattn.search.study import BAD, Study
 
+pytestmark = pytest.mark.sampled
+
 HERE = Path(__file__).parent
 SPACE = replace(WHOLE, choices={**WHOLE.choices, "c": ("w", "x")})  # of which 30 points are feasible
 KINDS = ("journal", "sqlite", "postgresql", "mysql", "grpc")

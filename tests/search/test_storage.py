@@ -20,6 +20,8 @@ from autoattn.errors import AutoattnError, StorageError, UsageError
 from autoattn.search import storage
 from autoattn.search.shared_trials import Ledger
 
+pytestmark = pytest.mark.sampled
+
 
 @pytest.fixture(params=["postgres_server", "mysql_server"])
 def server(request: pytest.FixtureRequest) -> Postgres | MySQL:

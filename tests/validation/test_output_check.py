@@ -43,6 +43,8 @@ from autoattn.reference import attention_formula
 from autoattn.validation import gradient_check, output_check
 from autoattn.validation.output_check import Case, Gate
 
+pytestmark = pytest.mark.sampled
+
 PLAIN = kernels.NUMBERS[:4]
 PROBLEMS = [
     kernels.problem(dtype=dtype, precision=precision, mask=mask, head_dim=head_dim, layout=layout)

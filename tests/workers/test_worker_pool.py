@@ -44,6 +44,8 @@ from autoattn.search import trial_pipeline
 from autoattn.workers import worker_pool
 from autoattn.workers.worker_pool import Failure, Pool
 
+pytestmark = pytest.mark.sampled
+
 PATHS = python_path()
 LONG = 60.0  # seconds that no job here takes, unless it hangs
 

@@ -19,6 +19,8 @@ from autoattn.errors import CompileError
 from autoattn.kernels.compiler import inspect
 from autoattn.kernels.sass import disassembler, opcode_cache
 
+pytestmark = pytest.mark.sampled
+
 BLOCK_M, BLOCK_N, HEAD_DIM, NUM_WARPS = 64, 32, 64, 4
 
 

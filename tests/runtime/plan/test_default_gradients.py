@@ -29,6 +29,8 @@ from autoattn.errors import CompileError
 from autoattn.runtime.plan import cache_lookup, decision, default_gradients, planner
 from autoattn.runtime.plan.explanations import Level
 
+pytestmark = pytest.mark.sampled
+
 
 @pytest.mark.parametrize("dynamic", [None, False, True])
 def test_gradients_that_nobody_tuned_are_a_defaults(card: dict[str, Any], dynamic: bool | None) -> None:

@@ -32,6 +32,8 @@ from autoattn.runtime.plan import decision
 from autoattn.runtime.plan.gradient_problem import Learned, backward_of
 from autoattn.runtime.torch_op import attention_op_backward
 
+pytestmark = pytest.mark.sampled
+
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_a_tuned_problem_is_differentiated_by_kernels(

@@ -27,6 +27,8 @@ from autoattn import masks
 from autoattn.errors import TensorError
 from autoattn.runtime.torch_op import attention_op_backward, attention_schema, compile_frontend
 
+pytestmark = pytest.mark.sampled
+
 ATTENTION, BACKWARD = torch.ops.autoattn.attention, torch.ops.autoattn.attention_backward
 STRENGTH = noise(4, seed=11)
 LOCAL = masks.from_mod(lambda b, h, q_idx, kv_idx: abs(q_idx - kv_idx) < 3, seq_q=5, seq_kv=7)

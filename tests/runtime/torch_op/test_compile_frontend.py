@@ -39,6 +39,8 @@ from autoattn import functional, masks
 from autoattn.errors import AutoattnError, TensorError
 from autoattn.runtime.plan import planner
 
+pytestmark = pytest.mark.sampled
+
 ATTENTION = torch.ops.autoattn.attention.default
 Function = Callable[..., Any]
 STRENGTH = noise(4, seed=11)

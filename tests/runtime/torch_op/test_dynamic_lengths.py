@@ -16,6 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import autoattn
 from autoattn.core.mask import Mask
 
+pytestmark = pytest.mark.sampled
+
 ATTENTION = torch.ops.autoattn.attention.default
 BACKWARD = torch.ops.autoattn.attention_backward.default
 
