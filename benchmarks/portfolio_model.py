@@ -228,9 +228,10 @@ class TimeModel:
 
     def _solved(self, right: Array) -> Array:
         """What the covariance of the samples takes to this: [samples, columns]."""
+        # torch.cholesky_solve would copy the factor
         half = torch.linalg.solve_triangular(self._factor, torch.from_numpy(right), upper=False)
         solved: Array = torch.linalg.solve_triangular(self._factor.mT, half, upper=True).numpy()
-        return solved  # torch.cholesky_solve would copy the factor
+        return solved
 
     def _factored(self, noise: Array) -> torch.Tensor:
         """The factor of the samples' covariance.

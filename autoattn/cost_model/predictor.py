@@ -190,9 +190,8 @@ def _adding_up(problem: Problem, params: Mapping[str, Value], constants: Constan
         rows = min(rows, problem.seq_q * (problem.group_size if params.get("PACK_GQA") else 1))
     part = rows * (widths(problem, params)[1] + 2) * 4
     if (problem.is_latent or parts_read == "by_groups") and splits > PART_GROUP:
-        splits = (
-            PART_GROUP + 1 + splits // PART_GROUP
-        )  # reads a group, writes its sum, and reads the sums of all groups
+        # It reads a group, writes its sum, and reads the sums of all groups.
+        splits = PART_GROUP + 1 + splits // PART_GROUP
     return (1 + splits) * part / 64 + 3 * constants.load_latency
 
 

@@ -109,7 +109,6 @@ def test_each_consumer_of_wide_heads_sums_one_gradient_and_halves_that_of_querie
         assert not [name for name in loop if name.startswith(("LDL", "STL"))]
 
 
-@pytest.mark.exhaustive
 def test_the_weights_of_wide_heads_do_not_wait_for_scores_gradients_of_their_own_step() -> None:
     text = source(problem(head_dim=192, mask="causal"), next_scores="at_once").text
     step = text[text.index("def step(") : text.index("def produce(")]
@@ -142,7 +141,6 @@ def test_a_feasible_variant_compiles(kind: dict[str, Any], traits: Traits) -> No
 
 
 @pytest.mark.parametrize(("schedule", "barriers"), [("one_tile", 6), ("dynamic", 10)])
-@pytest.mark.exhaustive
 def test_every_barrier_that_is_made_is_dropped_at_the_end_of_the_kernel(schedule: str, barriers: int) -> None:
     for release in ("named", "mbarrier"):
         text = source(problem(mask="causal"), slot_release=release, schedule=schedule).text
@@ -168,7 +166,6 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-@pytest.mark.exhaustive
 def test_what_has_no_kernel_here_is_refused_in_words(words: str) -> None:
     reason = search_space.load(TEMPLATE).why_infeasible(variant(problem()), problem(**REFUSED[words]), H200)
     assert reason is not None
@@ -183,7 +180,6 @@ def test_what_has_no_kernel_here_is_refused_in_words(words: str) -> None:
         ("serialises", {"next_scores": "at_once"}),
     ],
 )
-@pytest.mark.exhaustive
 def test_what_does_not_fit_is_refused_in_words(words: str, params: dict[str, Any]) -> None:
     reason = search_space.load(TEMPLATE).why_infeasible(variant(problem(), **params), problem(), H200)
     assert reason is not None
@@ -200,7 +196,6 @@ def test_what_does_not_fit_is_refused_in_words(words: str, params: dict[str, Any
         ("shared memory", {"summing": "tma"}),
     ],
 )
-@pytest.mark.exhaustive
 def test_what_consumers_that_share_keys_cannot_do_is_refused_in_words(words: str, params: dict[str, Any]) -> None:
     one = problem(head_dim=192)
     reason = search_space.load(TEMPLATE).why_infeasible(variant(one, **params), one, H200)
@@ -208,7 +203,6 @@ def test_what_consumers_that_share_keys_cannot_do_is_refused_in_words(words: str
     assert words in reason
 
 
-@pytest.mark.exhaustive
 def test_no_registers_are_left_for_the_next_scores_beside_gradients_of_256_columns() -> None:
     one = problem(head_dim=256)
     reason = search_space.load(TEMPLATE).why_infeasible(variant(one, next_scores="at_once"), one, H200)
@@ -236,7 +230,6 @@ def test_files_stand_alone_and_have_short_lines() -> None:
             assert max(map(len, lines)) <= render.MAX_LINE, (kind, changes)
 
 
-@pytest.mark.exhaustive
 def test_batch_heads_and_lengths_never_reach_the_text() -> None:
     small = problem(batch=1, heads_q=2, heads_kv=2, seq_q=700, seq_kv=900)
     chosen = variant(problem())
@@ -271,7 +264,6 @@ def test_packed_sequences_are_walked_by_the_loops_of_dense_ones(kind: str) -> No
 
 
 @pytest.mark.parametrize("schedule", ["one_tile", "dynamic"])
-@pytest.mark.exhaustive
 def test_boxes_of_packed_tensors_have_two_axes_more(schedule: str) -> None:
     module = load_module(source(problem(layout=Layout.PACKED), schedule=schedule))
     assert module.RAGGED
@@ -295,7 +287,6 @@ def test_room_for_the_queries_of_packed_sequences_holds_each_in_blocks_of_its_ow
     assert module.sums(len(lengths), 3, sum(lengths)) == 3 * module.rows(len(lengths), sum(lengths)) * 64
 
 
-@pytest.mark.exhaustive
 def test_gradients_that_must_repeat_to_the_bit_are_added_in_turn_and_others_may_be() -> None:
     points = search_space.load(TEMPLATE)
     for kind in ({}, {"mask": "causal", "head_dim": 64}, {"mask": "window:600,64", "head_dim": 256}):
@@ -370,7 +361,6 @@ def test_the_loops_of_programs_that_walk_many_tiles_are_those_of_programs_of_one
 
 
 @pytest.mark.parametrize("kind", WALKED)
-@pytest.mark.exhaustive
 def test_the_next_keys_may_come_before_gradients_leave(kind: str) -> None:
     facts, chosen = WALKED[kind]
     text = source(problem(**facts), **chosen, schedule="dynamic").text
@@ -381,7 +371,6 @@ def test_the_next_keys_may_come_before_gradients_leave(kind: str) -> None:
     assert (end.index("mbarrier.arrive(value_free") < end.index("value_grad.to(ELEMENT)")) is staged
 
 
-@pytest.mark.exhaustive
 def test_a_program_takes_its_next_tile_once_it_has_loaded_the_last_of_this_one() -> None:
     """Taken earlier, others wait for what a program has not begun to add: up to four times as long on an H200."""
     text = source(problem(mask="causal"), order="descending", schedule="dynamic", query_walk="by_head").text
@@ -391,7 +380,6 @@ def test_a_program_takes_its_next_tile_once_it_has_loaded_the_last_of_this_one()
 
 
 @pytest.mark.parametrize("order", ["any", "ascending"])
-@pytest.mark.exhaustive
 def test_programs_that_walk_many_tiles_are_as_many_as_sms_and_count_tiles_behind_the_turns(order: str) -> None:
     chosen: dict[str, Any] = {"order": order, "BLOCK_M": 64, "next_scores": "own_step"}
     walked = load_module(source(problem(), **chosen, schedule="dynamic"))
@@ -457,7 +445,6 @@ def test_programs_that_join_others_leave_no_number_of_a_step_in_memory_and_name_
         ("were slower", {"layout": Layout.PACKED}, {}),
     ],
 )
-@pytest.mark.exhaustive
 def test_programs_join_others_only_under_a_diagonal_where_heads_share_keys(
     words: str, facts: dict[str, Any], params: dict[str, Any]
 ) -> None:
@@ -468,7 +455,6 @@ def test_programs_join_others_only_under_a_diagonal_where_heads_share_keys(
     assert words in reason
 
 
-@pytest.mark.exhaustive
 def test_a_program_of_one_tile_has_no_next_keys() -> None:
     one = problem(head_dim=64)
     reason = search_space.load(TEMPLATE).why_infeasible(variant(one, **{**TWO, "schedule": "one_tile"}), one, H200)
@@ -484,7 +470,6 @@ def test_a_program_of_one_tile_has_no_next_keys() -> None:
         ("more tiles than there are SMs", {"batch": 1, "seq_q": 2048, "seq_kv": 2048}, {}),
     ],
 )
-@pytest.mark.exhaustive
 def test_what_programs_that_walk_many_tiles_cannot_do_is_refused_in_words(
     words: str, facts: dict[str, Any], params: dict[str, Any]
 ) -> None:

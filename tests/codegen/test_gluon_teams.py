@@ -18,7 +18,7 @@ from autoattn.kernels.compiler import Kernel, build, inspect, load_module
 from autoattn.kernels.tma_descriptor import Descriptor
 from autoattn.reference import inputs
 
-pytestmark = [pytest.mark.usefixtures("nothing_compiled_before"), pytest.mark.exhaustive]
+pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 
 
 def problem(**changes: Any) -> Problem:

@@ -1,4 +1,4 @@
-"""What untuned calls on short caches run: parts that begin with a block ahead, as many as the sizes ask for."""
+"""What untuned calls on caches run: as many parts as sizes ask for; those of short ones begin with a block ahead."""
 
 from __future__ import annotations
 
