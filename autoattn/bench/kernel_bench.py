@@ -37,6 +37,7 @@ from autoattn.workers.worker_pool import Pool, cores
 
 GUESSES = 3  # samples before it is known how a row is timed
 SMALL_US = 100.0  # from here down a sample is the replay of a CUDA graph
+FLUSHES = "flushes"  # of the L2, which a graph has before each call: a contestant of the rounds, but not of the row
 GRAPH_CALLS = 20  # in one replay, at most
 WORTH_A_POOL = 3  # kernels; starting workers takes as long as compiling a few
 COMPILE_SECONDS = 120.0  # for one kernel
@@ -278,7 +279,8 @@ class _Bench:
             try:
                 for name, entrant in named.items():
                     counts[name] = max(1, min(GRAPH_CALLS, int(GRAPH_US / guesses[name])))
-                    calls[name] = stopwatch.graph(entrant.recorded, counts[name])
+                    calls[name] = stopwatch.cold_graph(entrant.recorded, counts[name])
+                calls[FLUSHES] = stopwatch.flushes(GRAPH_CALLS)
             except Exception as error:  # then all are timed without, in the same way
                 torch.cuda.synchronize(self.device)
                 calls, counts, by_graph = {**named}, dict.fromkeys(named, 1), False
@@ -288,10 +290,11 @@ class _Bench:
         taken = stopwatch.rounds(
             calls, seconds=self.options.seconds * len(named), seed=self.options.seed, count=self.options.rounds
         )
+        flush_us = statistics.median(taken.times_us[FLUSHES]) / GRAPH_CALLS if by_graph else 0.0
         for name, entrant in named.items():
             if entrant.failed:
                 continue
-            times = tuple(sample / counts[name] for sample in taken.times_us[name])
+            times = tuple(sample / counts[name] - flush_us for sample in taken.times_us[name])
             host = statistics.median(entrant.host_us) if entrant.host_us and not by_graph else None
             entrant.mark(times_us=times, calls=counts[name], host_us=host)
             if host is not None and host > stopwatch.hidden_us:

@@ -218,6 +218,18 @@ class Stopwatch:
         """
         return cuda_graph.capture(_in_a_row(call, count), self.device, stream=stream).replay
 
+    def cold_graph(self, call: Call, count: int) -> Call:
+        """A call that replays a CUDA graph of `count` calls, each behind a flush of the L2: `flushes` are in its time.
+
+        Raises:
+            RuntimeError: the call does something that a graph cannot hold.
+        """
+        return self.graph(lambda: (self._flush.zero_(), call()), count)
+
+    def flushes(self, count: int) -> Call:
+        """A call that replays a CUDA graph of as many flushes of the L2."""
+        return self.graph(self._flush.zero_, count)
+
 
 def _in_a_row(call: Call, count: int) -> Callable[[], None]:
     """So many calls as one, whose outputs are let go."""

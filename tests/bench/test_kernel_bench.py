@@ -173,12 +173,13 @@ def test_a_host_that_takes_longer_than_is_hidden_is_told_where_no_graph_hides_it
     assert "more than the 220 us that are hidden" in slow.detail
 
 
-def test_small_problems_are_replayed_from_graphs_of_several_calls(timer: Timer) -> None:
-    timer.guess = 10.0
+def test_small_problems_are_replayed_from_graphs_of_several_calls_less_their_flushes(timer: Timer) -> None:
+    timer.guess, timer.flush_us = 10.0, 2.0
     row = benched(planted("right", pytorch_sdpa.sdpa))
     assert row.timing is Timing.GRAPH
     assert named(row, "right").calls == kernel_bench.GRAPH_CALLS
-    assert named(row, "right").times_us[0] == 200.0 / kernel_bench.GRAPH_CALLS
+    assert named(row, "right").times_us[0] == 200.0 / kernel_bench.GRAPH_CALLS - 2.0
+    assert {one.name for one in row.contestants} == {"autoattn", "right"}, "flushes are no contestant of the row"
     assert named(row, "right").host_us is None
     timer.guess = 1000.0
     assert benched(planted("right", pytorch_sdpa.sdpa)).timing is Timing.EVENTS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +77,25 @@ def test_a_graph_of_several_calls_takes_as_long_as_the_calls() -> None:
     alone = min(stopwatch.samples(call, 10))
     together = min(stopwatch.samples(stopwatch.graph(call, 5), 10)) / 5
     assert 0.6 < together / alone < 1.2
+
+
+def test_calls_of_a_cold_graph_read_from_memory_what_warm_ones_find_in_the_l2() -> None:
+    import torch
+
+    stopwatch = Stopwatch(torch.device("cuda"))
+    numbers = torch.zeros(4 * 2**20, device="cuda")  # 16 MB, which an L2 of 50 MB holds
+    total = torch.zeros((), device="cuda")
+
+    def call() -> torch.Tensor:
+        return torch.sum(numbers, 0, out=total)
+
+    call()
+    stopwatch.warm()
+    alone = statistics.median(stopwatch.samples(call, 20))
+    warm = statistics.median(stopwatch.samples(stopwatch.graph(call, 20), 10)) / 20
+    flush = statistics.median(stopwatch.samples(stopwatch.flushes(20), 10)) / 20
+    cold = statistics.median(stopwatch.samples(stopwatch.cold_graph(call, 20), 10)) / 20 - flush
+    assert 1.1 * warm < cold < alone
 
 
 @pytest.fixture

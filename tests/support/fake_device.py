@@ -19,6 +19,7 @@ import samples
 import torch
 
 from autoattn import functional, torch_private
+from autoattn.bench.kernel_bench import FLUSHES
 from autoattn.codegen import resources
 from autoattn.core.device import Device
 from autoattn.core.paired_stats import Pulse
@@ -185,6 +186,7 @@ class Timer:
         self.breaks = False
         self.hidden_us = HIDDEN_US
         self.host = HostClock()
+        self.flush_us, self.flushed = 2.0, 0  # of one flush of the L2; how many a graph has
 
     def wound(self, device: torch.device, *, spins: int = 1) -> Timer:
         """In place of the class."""
@@ -199,10 +201,14 @@ class Timer:
             call()
         return [self.guess] * count
 
-    def graph(self, call: Callable[[], object], count: int) -> Callable[[], object]:
+    def cold_graph(self, call: Callable[[], object], count: int) -> Callable[[], object]:
         if self.breaks:
             raise RuntimeError("operation not permitted when stream is capturing")
         call()
+        return lambda: None
+
+    def flushes(self, count: int) -> Callable[[], object]:
+        self.flushed = count
         return lambda: None
 
     def rounds(
@@ -212,4 +218,5 @@ class Timer:
         for call in calls.values():
             call()
         times = {name: [100.0 * place] * (count or 3) for place, name in enumerate(calls, start=1)}
+        times |= {name: [self.flush_us * self.flushed] * (count or 3) for name in calls if name == FLUSHES}
         return Rounds(times_us=times, pulses=[Pulse(clock_mhz=1700, slowed=False)] * 3)
