@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from autoattn import torch_private
-from autoattn.baselines import deterministic_sdpa, flashinfer_prefill, flex_attention, pytorch_sdpa
+from autoattn.baselines import (
+    deterministic_sdpa,
+    flash4_score_mods,
+    flashinfer_prefill,
+    flex_attention,
+    pytorch_sdpa,
+)
 from autoattn.core.mask import Alignment
 from autoattn.core.modifiers import SWITCHES, Bias
 from autoattn.core.problem import DType, Layout, Op, Precision, Problem
@@ -216,11 +222,11 @@ def _flash_4() -> tuple[Any, Any]:
     return flash_attn_func, flash_attn_varlen_func
 
 
-def _why_not_flash(alibi: bool, values: bool, problem: Problem) -> str | None:
+def _why_not_flash(taken: tuple[str, ...], values: bool, problem: Problem) -> str | None:
     """What no version does.
 
     Args:
-        alibi: whether this one takes slopes.
+        taken: the modifiers that this one takes.
         values: whether this one takes values of another head dim than the keys'.
     """
     modifiers, mask = problem.modifiers, problem.mask
@@ -231,7 +237,7 @@ def _why_not_flash(alibi: bool, values: bool, problem: Problem) -> str | None:
     if mask.causal and mask.alignment is Alignment.TOP_LEFT:
         return "it aligns causal masks bottom-right"
     for name in ("score_mod", *SWITCHES):
-        if getattr(modifiers, name) and name not in ("softcap", *(("alibi",) if alibi else ())):
+        if getattr(modifiers, name) and name not in taken:
             return f"it is given no {name} here"
     if modifiers.bias.value != "none":
         return "it is given no biases here"
@@ -239,7 +245,7 @@ def _why_not_flash(alibi: bool, values: bool, problem: Problem) -> str | None:
         return "it takes values of the keys' head dim alone"
     if problem.head_dim % 8 or problem.head_dim_v % 8:
         return f"it takes head dims that are multiples of 8, not {problem.head_dim} and {problem.head_dim_v}"
-    return None
+    return flash4_score_mods.why_not(problem)
 
 
 def _flash(load: Callable[[], tuple[Any, Any]], unbounded: int | None, problem: Problem, operands: Operands) -> Call:
@@ -249,6 +255,9 @@ def _flash(load: Callable[[], tuple[Any, Any]], unbounded: int | None, problem: 
         unbounded: what a window without a bound on a side is called.
     """
     dense, packed = load()
+    attend = packed if problem.packed else dense
+    if problem.modifiers.score_mod:
+        attend = flash4_score_mods.changing(attend, problem, operands)
     mask = problem.mask
     query, key, value = (
         tensor.transpose(1, 2).contiguous() for tensor in (operands.query, operands.key, operands.value)
@@ -267,7 +276,7 @@ def _flash(load: Callable[[], tuple[Any, Any]], unbounded: int | None, problem: 
         facts |= {"max_seqlen_q": problem.seq_q, "max_seqlen_k": problem.seq_kv}
 
     def call() -> Tensor:
-        answer = (packed if problem.packed else dense)(query, key, value, **facts)
+        answer = attend(query, key, value, **facts)
         output: Tensor = answer[0] if isinstance(answer, tuple) else answer
         return (output[None] if problem.packed else output).transpose(1, 2)
 
@@ -275,14 +284,14 @@ def _flash(load: Callable[[], tuple[Any, Any]], unbounded: int | None, problem: 
 
 
 def _flash_peer(
-    number: int, package: str, function: str, load: Callable[[], tuple[Any, Any]], unbounded: int | None
+    number: int, package: str, function: str, load: Callable[[], tuple[Any, Any]], unbounded: int | None, *taken: str
 ) -> Peer:
     return Peer(
         name=f"fa{number}",
         about=f"FlashAttention-{number} ({function})",
         package=package,
         load=load,
-        refuses=partial(_why_not_flash, number == 2, number > 2),
+        refuses=partial(_why_not_flash, ("softcap", *taken), number > 2),
         prepare=partial(_flash, load, unbounded),
         layout=Layout.BSHD,
         title=f"FlashAttention-{number}",
@@ -309,9 +318,9 @@ PEERS = {
             title="FlexAttention",
             compiles=True,
         ),
-        _flash_peer(2, "flash-attn", "flash_attn.flash_attn_func", _flash_2, -1),
+        _flash_peer(2, "flash-attn", "flash_attn.flash_attn_func", _flash_2, -1, "alibi"),
         _flash_peer(3, "flash-attn-3", "flash_attn_interface.flash_attn_func", _flash_3, -1),
-        _flash_peer(4, "flash-attn-4", "flash_attn.cute.flash_attn_func", _flash_4, None),
+        _flash_peer(4, "flash-attn-4", "flash_attn.cute.flash_attn_func", _flash_4, None, "score_mod"),
         Peer(
             name="flashinfer",
             about="FlashInfer (flashinfer.BatchPrefillWithRaggedKVCacheWrapper)",

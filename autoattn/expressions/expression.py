@@ -226,7 +226,7 @@ def _load(node: Node, parts: list[str]) -> str:
     assert node.capture is not None
     offsets = []
     for axis, (part, text) in enumerate(zip(node.parts, parts, strict=True)):
-        index = text if _is_inside(part) else f"inside({text}, {node.name}_size{axis})"
+        index = text if is_inside(part) else f"inside({text}, {node.name}_size{axis})"
         offsets.append(index if axis == node.capture.axes - 1 else f"{index} * {node.name}_stride{axis}")
     load = f"tl.load({node.name}_ptr + {' + '.join(offsets)})"
     return f"to_float({load})" if node.capture.dtype in ("float16", "bfloat16") else load
@@ -240,7 +240,7 @@ def _head_reads(node: Node) -> Iterator[Node]:
         yield node
 
 
-def _is_inside(index: Node) -> bool:
+def is_inside(index: Node) -> bool:
     """Whether an index needs no care: the caller's tensors are checked to hold each position, head and sequence."""
     return index.act == "name" or (index.act == "number" and index.number == 0)
 
@@ -255,7 +255,7 @@ def _value(node: Node, names: Mapping[str, Any], functions: Mapping[str, Callabl
         case "read":
             tensor = names[node.name]
             element = tensor[tuple(
-                index if _is_inside(part) else _inside(index, tensor.shape[axis], functions)
+                index if is_inside(part) else _inside(index, tensor.shape[axis], functions)
                 for axis, (part, index) in enumerate(zip(node.parts, parts, strict=True))
             )]  # fmt: skip
             assert node.capture is not None
