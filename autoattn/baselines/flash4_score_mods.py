@@ -37,7 +37,7 @@ class Change:
     text: str
     sizes: tuple[tuple[int, ...], ...] = ()  # of the tensors that the text reads
     group: int = 1  # above 1: the queries of a key head, where a kernel moves queries and heads (`_put_back`)
-    wanders: bool = False  # whether places may lie outside their sequence, where a row has no key
+    unbounded: bool = False  # whether places may lie outside their sequence, where a row has no key
 
 
 def why_not(problem: Problem) -> str | None:
@@ -64,7 +64,7 @@ def changing(attend: Attend, problem: Problem, operands: Operands) -> Attend:
     change = Change(
         text=problem.modifiers.score_mod,
         sizes=tuple(tuple(tensor.shape) for tensor in operands.score_captures),
-        wanders=_has_blind_rows(problem),
+        unbounded=_has_rows_without_keys(problem),
     )
     facts: dict[str, Any] = {"score_mod": score_mod(change)}
     if operands.score_captures:
@@ -113,7 +113,7 @@ def gradient_mod(change: Change) -> Callable[..., Any]:
     return _named(changed, "gradient", change)
 
 
-def _has_blind_rows(problem: Problem) -> bool:
+def _has_rows_without_keys(problem: Problem) -> bool:
     """Whether some query may see no key. A kernel reads a block before the first key for it, all the same."""
     _, last = problem.band(problem.seq_q, problem.seq_kv)
     return problem.packed or (last is not None and last < 0)
@@ -274,7 +274,7 @@ class _Pairs:
         place = int(node.name.removeprefix("captured"))
         tensor, sizes = self.tensors[place], self.change.sizes[place]
         indices = [
-            self.value(part) if is_inside(part) and not self.change.wanders else self._inside(self.value(part), size)
+            self.value(part) if is_inside(part) and not self.change.unbounded else self._inside(self.value(part), size)
             for part, size in zip(node.parts, sizes, strict=True)
         ]
         pairs = cute.size(self.names["score"].shape)

@@ -105,10 +105,10 @@ def told(expression: Any, text: str) -> Tensor:
 # --- what is computed -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wanders", [False, True])
+@pytest.mark.parametrize("unbounded", [False, True])
 @pytest.mark.parametrize("text", TEXTS)
-def test_cute_computes_what_a_text_says(text: str, wanders: bool) -> None:
-    found = called(flash4_score_mods.score_mod(change_of(text, wanders=wanders)), captured(text), *pairs().values())
+def test_cute_computes_what_a_text_says(text: str, unbounded: bool) -> None:
+    found = called(flash4_score_mods.score_mod(change_of(text, unbounded=unbounded)), captured(text), *pairs().values())
     expected = told(language.parse(text, SCORE_NAMES), text)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6, equal_nan=True)
 
@@ -154,7 +154,7 @@ def test_queries_behind_the_last_one_read_no_tensor_outside() -> None:
 def test_rows_without_a_key_read_no_tensor_outside() -> None:
     text = "captured0: float32[1]\nscore + captured0[kv_idx]"
     score, b, h, q_idx, kv_idx = pairs().values()
-    function = flash4_score_mods.score_mod(change_of(text, wanders=True))
+    function = flash4_score_mods.score_mod(change_of(text, unbounded=True))
     assert called(function, captured(text), score, b, h, q_idx, kv_idx - 128).isfinite().all()
     with pytest.raises(AssertionError):
         called(flash4_score_mods.score_mod(change_of(text)), captured(text), score, b, h, q_idx, kv_idx - 128)
@@ -163,7 +163,7 @@ def test_rows_without_a_key_read_no_tensor_outside() -> None:
 def test_each_change_has_one_function_and_a_digest_of_its_own() -> None:
     text = "captured0: float32[1]\nscore * captured0[h]"
     changes = [Change(text=text, sizes=((4,),), group=1), Change(text=text, sizes=((5,),)),
-               Change(text=text, sizes=((4,),), group=2), Change(text=text, sizes=((4,),), wanders=True),
+               Change(text=text, sizes=((4,),), group=2), Change(text=text, sizes=((4,),), unbounded=True),
                Change(text="score * 2", sizes=())]  # fmt: skip
     made = [
         make(change) for make in (flash4_score_mods.score_mod, flash4_score_mods.gradient_mod) for change in changes
@@ -279,7 +279,7 @@ def test_gradients_of_fa4_are_ours_whether_or_not_its_backward_pass_moves_querie
 
 
 @pytest.mark.parametrize(
-    ("facts", "wanders"),
+    ("facts", "unbounded"),
     [
         ({"mask": "causal"}, False),
         ({"mask": "window:40,9"}, False),
@@ -290,14 +290,14 @@ def test_gradients_of_fa4_are_ours_whether_or_not_its_backward_pass_moves_querie
         ({"layout": Layout.PACKED, "tokens_q": 60, "tokens_kv": 90}, True),
     ],
 )
-def test_reads_are_kept_inside_where_a_query_may_see_no_key(facts: dict[str, Any], wanders: bool) -> None:
+def test_reads_are_kept_inside_where_a_query_may_see_no_key(facts: dict[str, Any], unbounded: bool) -> None:
     text = "captured0: float32[1]\nscore * captured0[kv_idx]"
     one = changed(text, **facts)
     operands = inputs.make(one, CPU, torch.Generator().manual_seed(0))
     calls: list[dict[str, Any]] = []
     flash4_score_mods.changing(lambda *tensors, **facts: calls.append(facts), one, operands)()
     sizes = (tuple(operands.score_captures[0].shape),)
-    assert calls[0]["score_mod"] is flash4_score_mods.score_mod(Change(text=text, sizes=sizes, wanders=wanders))
+    assert calls[0]["score_mod"] is flash4_score_mods.score_mod(Change(text=text, sizes=sizes, unbounded=unbounded))
 
 
 class Moving:
