@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -52,6 +52,7 @@ SCALES = Path(__file__).resolve().parent / "data" / "feature_scales.json"
 NOISE = 0.002  # variance of the logarithm of a time measured in rounds
 DIGITS = 2  # of the logarithm of a predicted time
 ROWS_AT_ONCE = 1024  # of the covariance of all samples
+GROUPS_AT_ONCE = 100  # of inputs, whose covariance with all samples takes 0.4 GB
 ROUGH = 3  # times as much of a screened one
 
 
@@ -205,18 +206,18 @@ class TimeModel:
         """The targets of other inputs."""
         return self._offset + self._covariance(self._scaled(inputs), self._inputs) @ self._weights
 
-    def believed(self, groups: Sequence[Array]) -> list[tuple[Array, Array]]:
+    def believed(self, groups: Sequence[Array]) -> Iterator[tuple[Array, Array]]:
         """The targets of each group of inputs, [inputs], and how their errors go together, [inputs, inputs]."""
-        scaled = [self._scaled(inputs) for inputs in groups]
-        cross = self._covariance(self._inputs, np.concatenate(scaled))  # [samples, inputs of all groups]
-        explained = self._solved(cross)
-        ends = np.cumsum([len(inputs) for inputs in groups])[:-1]
-        return [
-            (self._offset + of_known.T @ self._weights, self._covariance(inputs, inputs) - of_known.T @ by_known)
+        for begin in range(0, len(groups), GROUPS_AT_ONCE):
+            scaled = [self._scaled(inputs) for inputs in groups[begin : begin + GROUPS_AT_ONCE]]
+            cross = self._covariance(self._inputs, np.concatenate(scaled))  # [samples, inputs of the groups]
+            explained = self._solved(cross)
+            ends = np.cumsum([len(inputs) for inputs in scaled])[:-1]
             for inputs, of_known, by_known in zip(
                 scaled, np.split(cross, ends, axis=1), np.split(explained, ends, axis=1), strict=True
-            )
-        ]
+            ):
+                expected = self._offset + of_known.T @ self._weights
+                yield expected, self._covariance(inputs, inputs) - of_known.T @ by_known
 
     def times_us(self, problem: Problem, variants: Sequence[Variant], device: Device) -> dict[Variant, float]:
         """What variants are believed to take, rounded so that the last bits of a sum decide nothing."""
@@ -234,16 +235,14 @@ class TimeModel:
         return solved
 
     def _factored(self, noise: Array) -> torch.Tensor:
-        """The factor of the samples' covariance.
-
-        Some 34,000 samples have a covariance of 9 GB, and a factor as large; the covariance goes when that is there.
-        """
+        """The factor of the samples' covariance, in its memory: 8 bytes times the square of the samples."""
         covariance = np.empty((len(noise), len(noise)))
         for begin in range(0, len(noise), ROWS_AT_ONCE):
             rows = slice(begin, begin + ROWS_AT_ONCE)
             covariance[rows] = self._covariance(self._inputs[rows], self._inputs)
         covariance[np.diag_indices(len(noise))] += noise
-        return torch.linalg.cholesky(torch.from_numpy(covariance))
+        columns = torch.from_numpy(covariance).mT  # LAPACK factors columns where they lie; the matrix is symmetric
+        return torch.linalg.cholesky(columns, out=columns)
 
     def _scaled(self, inputs: Array) -> Array:
         scaled: Array = (inputs - self._mean) / (self._deviation * LENGTH_SCALE)

@@ -4,6 +4,7 @@ python benchmarks/portfolios.py screen --seed 1000 --seconds 500     needs a GPU
 python benchmarks/portfolios.py measure --seed 1002 --seconds 300    needs a GPU; adds to data/portfolios/
 python benchmarks/portfolios.py choose --seed 1016                   writes chosen.jsonl
 python benchmarks/portfolios.py fill chosen.jsonl --seed 1016        needs a GPU; adds to data/portfolios/
+python benchmarks/portfolios.py shipped --device h200                writes data/portfolios/h200_chosen_shipped.jsonl
 python benchmarks/portfolios.py scales                               writes data/feature_scales.json
 python benchmarks/portfolios.py derive                               writes search_spaces/forward.portfolio.json
 
@@ -17,6 +18,9 @@ choose: of many drawn problems, those on which the portfolio's choice may lose m
 The model of derive chooses a few variants of a pool for each.
 
 fill: measures these. Short calls are measured last, on idle cores.
+
+shipped: the finals of a card's shipped entries, on problems of the kinds that are drawn. Many are longer than what
+`choose` finds, whose references are soon made.
 
 scales: how much each feature of a problem and a variant counts for the model (`portfolio_scales.py`), from all files.
 
@@ -53,10 +57,13 @@ from measured_calls import Staged, Subject
 from portfolio_model import TimeModel
 from portfolio_tree import Example
 
-from autoattn.codegen import resources
+from autoattn.cache import store
+from autoattn.codegen import resources, search_space
 from autoattn.core import device_profiles, kernel_kind
+from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.device import Device
-from autoattn.core.problem import Op, Precision, Problem
+from autoattn.core.modifiers import Modifiers
+from autoattn.core.problem import DType, Numerics, Op, Precision, Problem
 from autoattn.core.variant import Variant
 from autoattn.hardware import nvidia
 
@@ -314,6 +321,48 @@ def _rough_samples(screened: Sequence[Example]) -> Iterator[portfolio_model.Samp
                 yield portfolio_model.Sample(
                     problem=example.problem, device=example.device, variant=variant, time_us=time_us, rough=True
                 )
+
+
+@app.command()
+def shipped(
+    device: Annotated[str, typer.Option(help="The card whose entries count.")] = "h200",
+    out: Annotated[Path, typer.Option(help="The folder of the measurements.")] = DATA,
+) -> None:
+    """Write the times of shipped winners and of those that met them in finals."""
+    card = device_profiles.named(device)
+    entries = [
+        entry
+        for file in store.read_folder(resources.shipped_cache()) if file.fingerprint == card.fingerprint
+        for entry in file.entries.values() if entry.measurement is not None and _is_drawn(entry.problem)
+    ]  # fmt: skip
+    lines = [json.dumps(_finals_of(entry)) + "\n" for entry in sorted(entries, key=lambda entry: entry.problem.key)]
+    (out / f"{card.name}_{CHOSEN}_shipped.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def _is_drawn(problem: Problem) -> bool:
+    """Whether a problem is of a kind that `drawn_calls` draws."""
+    plain = problem.cache is None and not problem.packed and not problem.mask.sparse
+    ours = problem.op is Op.FORWARD and problem.numerics is Numerics.ANY and problem.dtype is not DType.FLOAT8
+    return plain and ours and problem.modifiers == Modifiers() and problem.head_dim == problem.head_dim_v
+
+
+def _finals_of(entry: CacheEntry) -> dict[str, Any]:
+    """An entry as a line of a file: its kernel and the runners-up that are points of today's spaces."""
+    assert entry.measurement is not None
+    times = {entry.variant: entry.measurement.median_us} | {each.variant: each.time_us for each in entry.candidates}
+    return {
+        "problem": msgspec.to_builtins(entry.problem),
+        "times_us": [
+            [variant.template, variant.as_dict(), round(time_us, 2)]
+            for variant, time_us in times.items()
+            if search_space.load(variant.template).holds(variant.as_dict())
+        ],
+        "rivals_us": {
+            rival.name: round(rival.measurement.median_us, 2)
+            for rival in entry.rivals
+            if rival.measurement is not None and rival.name.startswith("sdpa")
+        },
+    }
 
 
 @app.command()

@@ -16,6 +16,7 @@ from autoattn.cache import store
 from autoattn.codegen import portfolio, resources, search_space
 from autoattn.core.cache_entry import KERNEL, CacheEntry
 from autoattn.core.device import Device
+from autoattn.core.key_cache import PART_GROUP
 from autoattn.core.problem import DType, Precision, Problem
 from autoattn.core.variant import Value, Variant
 
@@ -38,6 +39,8 @@ GLUON_TILES = (
 GLUON_SCHEDULES: tuple[dict[str, Value], ...] = (
     {"schedule": "one_tile", "output_buffer": "shared"},
     {"schedule": "persistent", "output_buffer": "own"},
+    {"schedule": "dynamic", "output_buffer": "own", "query_stages": 2},
+    {"schedule": "dynamic", "output_buffer": "shared"},
 )
 TRITON_TILES = (
     (32, 32, 2), (32, 64, 4), (64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 32, 4), (128, 64, 4), (128, 64, 8),
@@ -52,7 +55,7 @@ FLOAT32_TILES = (
     (16, 16, 1), (16, 16, 2), (16, 16, 4), (16, 32, 2), (16, 32, 4), (16, 64, 4), (32, 16, 2), (32, 16, 4), (32, 32, 4),
     (32, 32, 1), (32, 32, 2), (32, 64, 2), (32, 32, 8), (64, 16, 4), (64, 32, 4), (64, 32, 8), (64, 64, 4),
 )  # fmt: skip
-OF_A_TILE = 2  # candidates of it
+OF_A_TILE = 3  # candidates of it
 OF_A_SPLIT_TILE = 4  # where rows are few, and the programs that share their keys are many or few
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
 SPLIT_TILES = ((16, 32, 2), (16, 64, 2), (16, 64, 4), (16, 128, 2), (16, 128, 4))
@@ -62,6 +65,7 @@ MOST_SPLIT_ROWS = (
 PROGRAMS_AN_SM = 0.2, 4.0  # of calls whose tiles programs share: fewer leave SMs idle, and more have too much to add up
 FEW_ROWS = 64  # of a head or of heads that share keys: programs split the keys, and heads share tiles
 FEW_TILES = 256  # of 128 queries: then programs may split the keys too
+MOST_PROGRAMS_AN_SM = 2  # of tiles of more rows that more than four programs share
 MOST_SEEDS = 8  # of a template
 FAR = 1.5  # times the best: screening looks no further
 LEAST_GAIN = 0.0005  # of one more variant in a cover: what it saves of the time, in the mean of the problems
@@ -79,7 +83,7 @@ def pool(problem: Problem, device: Device) -> list[Variant]:
         coming |= dict.fromkeys(space.seeds_for(problem, device)[:MOST_SEEDS])
     for template in spaces:
         coming |= dict.fromkeys(list(winners(device, problem, template))[:NEAR_WINNERS])
-    grids = _gluon_grid(problem), _triton_grid(problem), _split_grid(problem, device)
+    grids = _gluon_grid(problem), _triton_grid(problem, device), _split_grid(problem, device)
     for template, params in itertools.chain(*grids):
         if template in spaces and spaces[template].holds(params):
             coming[spaces[template].variant(params)] = None
@@ -205,34 +209,46 @@ def _gluon_grid(problem: Problem) -> Iterator[tuple[str, Mapping[str, Value]]]:
     tiles = GLUON_TILES if not _has_few_rows(problem) else GLUON_TILES[:4]
     narrow = problem.head_dim_v_padded <= 128  # two programs of wider heads do not fit an SM
     for (rows, keys), schedule, pack, split in itertools.product(tiles, GLUON_SCHEDULES, _packs(problem, 16), (0, 1)):
-        yield (
-            GLUON,
-            {
-                **GLUON_BASE,
-                **schedule,
-                # Two programs an SM are worth it where each is small, and more slots where keys are few.
-                **{"BLOCK_M": rows, "BLOCK_N": keys, "CTAS": 2 if rows == 64 and narrow else 1, "PACK_GQA": pack},
-                **{"HEAD_SPLIT": split, "num_stages": 2 if keys > 64 else 3},
-            },
-        )
+        params = {
+            **GLUON_BASE,
+            **schedule,
+            # Two programs an SM are worth it where each is small, and more slots where keys are few.
+            **{"BLOCK_M": rows, "BLOCK_N": keys, "CTAS": 2 if rows == 64 and narrow else 1, "PACK_GQA": pack},
+            **{"HEAD_SPLIT": split, "num_stages": 2 if keys > 64 else 3},
+        }
+        yield GLUON, params
+        yield GLUON, params | {"softmax": "first_max"}
+        if schedule["schedule"] == "dynamic":
+            yield GLUON, params | {"ping_pong": "named"}
+            if problem.mask.bounded_right and not problem.mask.bounded_left:
+                yield GLUON, params | {"HEAD_GROUP": 16 if problem.batch * problem.heads_q > 16 else 4}
 
 
-def _triton_grid(problem: Problem) -> Iterator[tuple[str, Mapping[str, Value]]]:
+def _triton_grid(problem: Problem, device: Device) -> Iterator[tuple[str, Mapping[str, Value]]]:
     few = _has_few_rows(problem)
     packs = (0, 1) if problem.group_size > 1 and few else (0,)
-    few_tiles = problem.batch * problem.heads_q * problem.seq_q <= 128 * FEW_TILES
-    splits = SPLITS if few else SPLITS[:3] if few_tiles else SPLITS[:1]
     products = ("as_asked", "bf16x3", "bf16x6") if problem.dtype is DType.FLOAT32 else ("as_asked",)
-    tiles = FEW_ROWS_TILES if few else TRITON_TILES
-    for (rows, keys, warps), count, pack, product in itertools.product(tiles, splits, packs, products):
-        yield (
-            TRITON,
-            {
-                **TRITON_BASE,
-                **{"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": warps, "num_stages": 3 if rows < 128 else 2},
-                **{"SPLITS": count, "PACK_GQA": pack, "HEAD_SPLIT": 0, "products": product},
-            },
-        )
+    for (rows, keys, warps), pack, product, split in itertools.product(
+        FEW_ROWS_TILES if few else TRITON_TILES, packs, products, (0, 1)
+    ):
+        for count in SPLITS if few else _shares(problem, device, rows):
+            yield (
+                TRITON,
+                {
+                    **TRITON_BASE,
+                    **{"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": warps, "num_stages": 3 if rows < 128 else 2},
+                    **{"SPLITS": count, "PACK_GQA": pack, "HEAD_SPLIT": split, "products": product},
+                    **({"parts_read": "by_groups"} if count > PART_GROUP and not few else {}),
+                },
+            )
+
+
+def _shares(problem: Problem, device: Device, rows: int) -> list[int]:
+    """Numbers of programs that may share the keys of a tile of so many rows."""
+    tiles = problem.batch * problem.heads_q * -(-problem.seq_q // rows)
+    few_tiles = problem.batch * problem.heads_q * problem.seq_q <= 128 * FEW_TILES
+    most = MOST_PROGRAMS_AN_SM * device.sm_count
+    return [count for count in SPLITS if count == 1 or (count <= 4 and few_tiles) or count * tiles <= most]
 
 
 def _split_grid(problem: Problem, device: Device) -> Iterator[tuple[str, Mapping[str, Value]]]:

@@ -21,9 +21,11 @@ import variant_pool
 from portfolio_tree import Example
 from typer.testing import CliRunner
 
+from autoattn.cache import store
 from autoattn.codegen import portfolio, render, resources, search_space
 from autoattn.codegen.portfolio import Question, Tree
 from autoattn.core import kernel_kind
+from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Op, Precision, Problem
 from autoattn.core.variant import Variant
 from autoattn.kernels import compiler
@@ -256,6 +258,30 @@ def test_few_tiles_have_variants_whose_parts_are_added_up_at_once() -> None:
     assert not any(variant.as_dict().get("parts_read") for variant in variant_pool.pool(many, H200))
 
 
+def test_few_tiles_of_many_rows_have_variants_that_fill_the_sms_and_many_tiles_have_none() -> None:
+    few = samples.problem(
+        batch=1, heads_q=2, heads_kv=1, seq_q=100, seq_kv=60_000, head_dim=112, mask=Mask.parse("causal")
+    )
+    params = [variant.as_dict() for variant in variant_pool.pool(few, H200)]
+    ways = {(each["BLOCK_M"], each.get("SPLITS", 1), each.get("parts_read")) for each in params}
+    assert {(64, 4, None), (64, 32, "by_groups"), (64, 64, "by_groups")} <= ways
+    many = samples.problem(batch=8, heads_q=32, heads_kv=32, seq_q=4096, seq_kv=4096)
+    alone = [each.as_dict() for each in variant_pool.pool(many, H200) if each.template == "triton/forward"]
+    assert {each.get("SPLITS", 1) for each in alone} == {1}
+
+
+def test_programs_that_take_the_next_tile_are_in_the_pool_with_heads_side_by_side_under_a_causal_mask() -> None:
+    def ways(mask: str) -> set[tuple[object, ...]]:
+        prompt = samples.problem(heads_q=32, heads_kv=32, seq_q=4096, seq_kv=4096, mask=Mask.parse(mask))
+        pool = variant_pool.pool(prompt, H200)
+        params = [each.as_dict() for each in pool if each.template == "gluon/forward"]
+        names = ("schedule", "query_stages", "HEAD_GROUP", "softmax")
+        return {tuple(each[name] for name in names) for each in params}
+
+    assert {("dynamic", 2, 1, "vote"), ("dynamic", 2, 1, "first_max"), ("dynamic", 2, 16, "vote")} <= ways("causal")
+    assert ("dynamic", 2, 16, "vote") not in ways("full")
+
+
 def test_the_model_counts_what_the_last_program_of_a_tile_adds_up() -> None:
     decode = samples.problem(batch=1, heads_q=4, heads_kv=1, seq_q=1, seq_kv=60_000, head_dim=64)
     space = search_space.load("triton/forward")
@@ -317,6 +343,25 @@ def test_measurements_of_seeds_that_are_examined_are_refused() -> None:
     result = CliRunner().invoke(portfolios.app, ["measure", "--seed", "7"])
     assert result.exit_code == 2
     assert "seeds below 1000 draw what untuned.py examines" in " ".join(result.output.split())
+
+
+def test_finals_of_shipped_entries_become_measurements_of_drawn_kinds(tmp_path: Path) -> None:
+    assert CliRunner().invoke(portfolios.app, ["shipped", "--out", str(tmp_path)]).exit_code == 0
+    found = portfolios.read(tmp_path / "h200_chosen_shipped.jsonl")
+    assert len(found) > 100
+    assert max(each.problem.seq_q for each in found) >= 16_384
+    assert all(each.times_us and not each.met_cover for each in found)
+    assert not any(each.problem.packed or each.problem.mask.sparse or each.problem.cache for each in found)
+    entries = {
+        entry.problem: entry
+        for file in store.read_folder(resources.shipped_cache())
+        for entry in file.entries.values()
+        if file.device == "h200"
+    }
+    one = found[0]
+    entry = entries[one.problem]
+    assert entry.measurement is not None
+    assert one.times_us[entry.variant] == round(entry.measurement.median_us, 2)
 
 
 def test_a_file_of_measurements_reads_back(tmp_path: Path) -> None:
