@@ -30,10 +30,7 @@ def command(
     this machine. Kernels whose machine code the folder has stay as they are; those whose text changed are removed.
     """
     options.at_least("--jobs", 1, jobs)
-    from autoattn.cache import inventory
     from autoattn.codegen import precompiled
-    from autoattn.core import device_profiles
-    from autoattn.errors import DeviceError
     from autoattn.hardware import nvidia
     from autoattn.report import figures
     from autoattn.runtime import warm_up
@@ -41,13 +38,7 @@ def command(
 
     card, _ = nvidia.resolve(device)
     problems = [] if shapes is None else [named.problem for named in options.problems_of(shapes, None, None)]
-    for _folder, file in inventory.read(cache):
-        try:
-            arch = device_profiles.named(file.device).arch
-        except DeviceError:  # a card that nobody described has no architecture that is known here
-            continue
-        if arch == card.arch:
-            problems += [entry.problem for entry in file.entries.values()]
+    problems += compiled.problems_of(cache, card.arch)
     if not problems:
         raise StateError(
             f"{cache} must hold entries of a card of sm_{card.arch}, found none; tune first, or name --shapes"

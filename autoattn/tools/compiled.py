@@ -8,18 +8,36 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from autoattn.cache import whole_files
+from autoattn.cache import inventory, whole_files
 from autoattn.cache.file_format import CacheFile
 from autoattn.codegen import precompiled, render
 from autoattn.codegen.precompiled import PrecompiledKernel
 from autoattn.core import device_profiles, triton_release
 from autoattn.core.cache_entry import KERNEL
+from autoattn.core.problem import Problem
 from autoattn.core.variant import Source
-from autoattn.errors import AutoattnError, CacheError
+from autoattn.errors import AutoattnError, CacheError, DeviceError
 from autoattn.runtime import warm_up
 from autoattn.runtime.warm_up import COMPILE_SECONDS
 from autoattn.workers.compile_job import Precompile
 from autoattn.workers.worker_pool import Failure, Pool, cores
+
+
+def problems_of(cache: Path, arch: int) -> list[Problem]:
+    """The problems of a cache folder that were tuned on cards of an architecture.
+
+    Raises:
+        CacheError: the folder or one of its files cannot be read.
+    """
+    problems: list[Problem] = []
+    for _folder, file in inventory.read(cache):
+        try:
+            tuned_arch = device_profiles.named(file.device).arch
+        except DeviceError:  # a card that nobody described has no architecture that is known here
+            continue
+        if tuned_arch == arch:
+            problems += [entry.problem for entry in file.entries.values()]
+    return problems
 
 
 def of_entries(files: Iterable[CacheFile], cache: Path | None = None) -> list[PrecompiledKernel]:
