@@ -319,7 +319,7 @@ def test_a_file_reads_back_as_the_tree_that_it_was_written_from(
         whole = portfolio.load(Op.FORWARD).tree
     finally:
         portfolio.load.cache_clear()
-    measured = Question(fact="biased_prompt", below=1.0, then=tree, otherwise=())
+    measured = Question(fact="prompt_of_pairs", below=1.0, then=tree, otherwise=())
     assert whole == Question(fact="wgmma", below=1.0, then=(), otherwise=measured)
 
 
