@@ -14,9 +14,9 @@ from autoattn.codegen.portfolio import Question, Tree
 from autoattn.core.problem import Op
 from autoattn.core.variant import Variant
 
-# What is left to the templates' seeds, which know such problems: beside a bias of pairs, or a score_mod that reads a tensor
-# once a pair, in 16 bits and with many rows. Most first variants cannot run there, and the others of a list were measured
-# to suit other problems.
+# What is left to the templates' seeds, which know such problems: beside a bias of pairs, or a score_mod that reads a
+# tensor once a pair, in 16 bits and with many rows. Most first variants cannot run there, and the others of a list were
+# measured to suit other problems.
 LEFT_OUT = {"prompt_of_pairs": "(bias_of_pairs or reads_pairs) and element_bytes < 4 and shared_rows >= 80"}
 
 

@@ -59,9 +59,7 @@ OF_A_TILE = 3  # candidates of it
 OF_A_SPLIT_TILE = 4  # where rows are few, and the programs that share their keys are many or few
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
 SPLIT_TILES = ((16, 32, 2), (16, 64, 2), (16, 64, 4), (16, 128, 2), (16, 128, 4))
-MOST_SPLIT_ROWS = (
-    16  # of a head or of heads that share keys: a tile of few rows, whose parts are added up by rows or groups
-)
+MOST_SPLIT_ROWS = 16  # of heads that share keys: a tile of few rows, whose parts are added up by rows or groups
 PROGRAMS_AN_SM = 0.2, 4.0  # of calls whose tiles programs share: fewer leave SMs idle, and more have too much to add up
 FEW_ROWS = 64  # of a head or of heads that share keys: programs split the keys, and heads share tiles
 FEW_TILES = 256  # of 128 queries: then programs may split the keys too
