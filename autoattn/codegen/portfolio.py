@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -21,8 +21,9 @@ from autoattn.codegen.space_facts import FACTS, facts_of
 from autoattn.codegen.space_rules import Rule
 from autoattn.core import garbage_collection
 from autoattn.core.device import Device
+from autoattn.core.mask import Mask
 from autoattn.core.modifiers import Modifiers
-from autoattn.core.problem import DType, Numerics, Op, Problem
+from autoattn.core.problem import DType, Layout, Numerics, Op, Problem
 from autoattn.core.variant import Value, Variant
 from autoattn.errors import SpaceError
 
@@ -171,7 +172,7 @@ def has_measured_facts(problem: Problem) -> bool:
 
 
 def first_of(
-    problem: Problem, suiting: Sequence[Variant], able: Iterator[Variant], seeds: Iterable[Variant]
+    problem: Problem, device: Device, suiting: Sequence[Variant], able: Iterator[Variant], seeds: Iterable[Variant]
 ) -> Variant | None:
     """What a call runs of a list: its first variant that can run, or what stands in for a first one that cannot.
 
@@ -179,7 +180,7 @@ def first_of(
     measured. It says nothing of facts that no measured problem had, as what changes scores, or online numerics, and the
     last of a list is there to run at all. So there each variant of the list, in turn, has a stand-in: a starter of its
     template and tile that shares keys and heads as it does, and has the fewest other parameters. Where there is none,
-    one of the nearest tile runs.
+    one of the nearest tile runs. What could not run without those facts either, at the head of a list, has none.
 
     Args:
         suiting: the list that the portfolio has for the problem.
@@ -190,12 +191,33 @@ def first_of(
     measured = has_measured_facts(problem) and problem.numerics is Numerics.ANY
     if not suiting or first == suiting[0] or measured:
         return first
-    starters = [*([] if first is None else [first]), *able, *seeds]
+    suiting = _of_plain_twin(problem, device, suiting)
+    if first == suiting[0]:
+        return first
+    starters = [starter for starter in (first, *able, *seeds) if starter not in (None, suiting[-1])]
     for wanted in suiting[:-1]:
         alike = [starter for starter in starters if _are_alike(wanted, starter)]
         if alike:
             return min(alike, key=lambda starter: _others(wanted, starter))
-    return min(starters, key=lambda starter: _distance(suiting[0], starter), default=None)
+    return min(starters, key=lambda starter: _distance(suiting[0], starter), default=first)
+
+
+def _of_plain_twin(problem: Problem, device: Device, suiting: Sequence[Variant]) -> Sequence[Variant]:
+    """A list from the variant on that could run the same sizes if they had none of the facts that were not measured."""
+    twin = replace(
+        problem,
+        modifiers=Modifiers(),
+        numerics=Numerics.ANY,
+        dtype=DType.FLOAT16 if problem.dtype is DType.FLOAT8 else problem.dtype,
+        mask=Mask() if problem.mask.sparse else problem.mask,
+        layout=Layout.BSHD if problem.packed else problem.layout,
+        tokens_q=0,
+        tokens_kv=0,
+    )
+    for place, variant in enumerate(suiting[:-1]):
+        if search_space.load(variant.template).why_infeasible(variant, twin, device) is None:
+            return suiting[place:]
+    return suiting
 
 
 def _are_alike(wanted: Variant, starter: Variant) -> bool:
@@ -230,7 +252,7 @@ def is_available(variant: Variant) -> bool:
 def starters_for(problem: Problem, device: Device) -> list[Variant]:
     """What a call runs, the portfolio's variants of a problem, then each template's seeds; all can run, each once."""
     variants, seeds = variants_for(problem, device), list(_seeds(problem, device))
-    first = first_of(problem, load(problem.op).suiting(problem, device), iter(variants), seeds)
+    first = first_of(problem, device, load(problem.op).suiting(problem, device), iter(variants), seeds)
     return list(dict.fromkeys([*([] if first is None else [first]), *variants, *seeds]))
 
 
@@ -243,7 +265,7 @@ def default(problem: Problem, device: Device) -> Variant:
         SpaceError: no template has a variant for the problem.
     """
     suiting, able = load(problem.op).suiting(problem, device), iter(variants_for(problem, device))
-    first = first_of(problem, suiting, able, _seeds(problem, device)) or next(_seeds(problem, device), None)
+    first = first_of(problem, device, suiting, able, _seeds(problem, device)) or next(_seeds(problem, device), None)
     if first is None:
         raise SpaceError("; ".join(space.why_no_default(problem, device) for space in search_space.of(problem.op)))
     return first

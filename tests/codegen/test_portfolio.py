@@ -16,7 +16,7 @@ from autoattn.codegen import portfolio, resources, search_space
 from autoattn.core import device_profiles
 from autoattn.core.mask import Mask
 from autoattn.core.modifiers import Bias, Modifiers
-from autoattn.core.problem import DType, Layout, Op
+from autoattn.core.problem import DType, Layout, Numerics, Op
 from autoattn.core.variant import Variant
 from autoattn.errors import SpaceError
 
@@ -132,6 +132,45 @@ def test_where_no_variant_of_the_template_can_run_the_nearest_tile_stands_in(wri
         for variant in portfolio.starters_for(biased, H200)
     }
     assert octaves[portfolio.default(biased, H200)] == min(octaves.values()) < max(octaves.values())
+
+
+def test_what_the_same_sizes_could_not_run_either_has_no_stand_in(write: Write) -> None:
+    """Heads of 128 columns lie in one tile: a variant of two pieces says nothing of what a changed call wants."""
+    seeds = search_space.load("gluon/forward").seeds_for(LONG, H200)
+    first = next(variant for variant in seeds if variant.as_dict()["softmax"] == "first_max")
+    pieces = Variant.of("gluon/forward", {**first.as_dict(), "BLOCK_M": 64, "BLOCK_N": 32, "HEAD_SPLIT": 1})
+    write(document(question("rows < 16", (), (pieces, first, OTHER)), [pieces, first]))
+    assert portfolio.default(LONG, H200) == first
+    for facts in ({"modifiers": Modifiers(alibi=True)}, {"numerics": Numerics.ONLINE}):
+        stand_in = portfolio.default(replace(LONG, **facts), H200)
+        assert [stand_in.as_dict()[name] for name in TILE] == [first.as_dict()[name] for name in TILE]
+
+
+def test_a_packed_call_runs_the_tile_that_sequences_apart_would_run(write: Write) -> None:
+    apart = replace(LONG, head_dim=80, head_dim_v=80)
+    seeds = search_space.load("gluon/forward").seeds_for(apart, H200)
+    pieces = next(variant for variant in seeds if variant.as_dict().get("HEAD_SPLIT"))
+    small = search_space.load("gluon/forward").seeds_for(apart, H200)[-1]
+    write(document(question("rows < 16", (), (pieces, small, OTHER)), [pieces, small]))
+    packed = replace(apart, layout=Layout.PACKED, tokens_q=8192, tokens_kv=8192)
+    assert portfolio.default(apart, H200) == pieces
+    assert portfolio.variants_for(packed, H200)[0] == small, "no packed values lie in two pieces"
+    stand_in = portfolio.default(packed, H200)
+    assert [stand_in.as_dict()[name] for name in TILE] == [pieces.as_dict()[name] for name in TILE]
+
+
+def test_the_last_of_a_list_stands_in_for_none(write: Write) -> None:
+    seeds = search_space.load("gluon/forward").seeds_for(LONG, H200)
+    kept = next(variant for variant in seeds if variant.as_dict()["softmax"] == "first_max")
+    tile = {"BLOCK_M": 64, "BLOCK_N": 64, "CTAS": 2, "queries_in": "shared", "query_stages": 1}
+    alone = {"schedule": "one_tile", "output_buffer": "shared", "ping_pong": "none"}
+    first = Variant.of("gluon/forward", {**kept.as_dict(), **tile, **alone})
+    changed = replace(LONG, modifiers=Modifiers(alibi=True))
+    last = search_space.load("gluon/forward").seeds_for(changed, H200)[-1]  # of 64 by 32, the nearest tile
+    write(document(question("rows < 16", (), (first, last)), [first, last]))
+    assert portfolio.variants_for(changed, H200) == [last]
+    assert portfolio.default(changed, H200) != last
+    assert portfolio.default(LONG, H200) == first
 
 
 def test_the_next_variant_runs_problems_of_measured_facts_and_where_programs_share_keys(write: Write) -> None:

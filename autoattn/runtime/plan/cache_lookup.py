@@ -367,7 +367,7 @@ class _Lookup:
     def _of_portfolio(self) -> Variant | None:
         """What the portfolio has a call run."""
         able = self.rules.runnable(self.suiting, self.facts)
-        return portfolio.first_of(self.problem, self.suiting, able, self._seeds())
+        return portfolio.first_of(self.problem, self.tuned.device, self.suiting, able, self._seeds())
 
     def _seeds(self) -> Iterator[Variant]:
         """The templates' seeds that can run."""
