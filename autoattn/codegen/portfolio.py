@@ -180,7 +180,8 @@ def first_of(
     measured. It says nothing of facts that no measured problem had, as what changes scores, or online numerics, and the
     last of a list is there to run at all. So there each variant of the list, in turn, has a stand-in: a starter of its
     template and tile that shares keys and heads as it does, and has the fewest other parameters. Where there is none,
-    one of the nearest tile runs. What could not run without those facts either, at the head of a list, has none.
+    one of the nearest tile runs. What could not run without those facts either, at the head of a list, has none; nor
+    has what packs heads into a tile, for few rows, where the first of the list does not.
 
     Args:
         suiting: the list that the portfolio has for the problem.
@@ -197,7 +198,7 @@ def first_of(
     starters = [starter for starter in (first, *able, *seeds) if starter not in (None, suiting[-1])]
     for wanted in suiting[:-1]:
         alike = [starter for starter in starters if _are_alike(wanted, starter)]
-        if alike:
+        if alike and _packs_heads(wanted) <= _packs_heads(suiting[0]):
             return min(alike, key=lambda starter: _others(wanted, starter))
     return min(starters, key=lambda starter: _distance(suiting[0], starter), default=first)
 
@@ -218,6 +219,11 @@ def _of_plain_twin(problem: Problem, device: Device, suiting: Sequence[Variant])
         if search_space.load(variant.template).why_infeasible(variant, twin, device) is None:
             return suiting[place:]
     return suiting
+
+
+def _packs_heads(variant: Variant) -> bool:
+    """Whether the rows of a tile are of several heads, which few rows of each ask for."""
+    return int(variant.as_dict().get("PACK_GQA", 0)) > (variant.template == "gluon/forward")
 
 
 def _are_alike(wanted: Variant, starter: Variant) -> bool:
