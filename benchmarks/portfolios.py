@@ -57,13 +57,11 @@ from measured_calls import Staged, Subject
 from portfolio_model import TimeModel
 from portfolio_tree import Example
 
-from autoattn.cache import store
-from autoattn.codegen import resources, search_space
+from autoattn.codegen import portfolio, resources, search_space
 from autoattn.core import device_profiles, kernel_kind
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.device import Device
-from autoattn.core.modifiers import Modifiers
-from autoattn.core.problem import DType, Numerics, Op, Precision, Problem
+from autoattn.core.problem import Numerics, Op, Precision, Problem
 from autoattn.core.variant import Variant
 from autoattn.hardware import nvidia
 
@@ -332,18 +330,18 @@ def shipped(
     card = device_profiles.named(device)
     entries = [
         entry
-        for file in store.read_folder(resources.shipped_cache()) if file.fingerprint == card.fingerprint
-        for entry in file.entries.values() if entry.measurement is not None and _is_drawn(entry.problem)
-    ]  # fmt: skip
+        for entry in variant_pool.shipped_entries(card)
+        if entry.measurement is not None and _is_drawn(entry.problem)
+    ]
     lines = [json.dumps(_finals_of(entry)) + "\n" for entry in sorted(entries, key=lambda entry: entry.problem.key)]
     (out / f"{card.name}_{CHOSEN}_shipped.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def _is_drawn(problem: Problem) -> bool:
     """Whether a problem is of a kind that `drawn_calls` draws."""
-    plain = problem.cache is None and not problem.packed and not problem.mask.sparse
-    ours = problem.op is Op.FORWARD and problem.numerics is Numerics.ANY and problem.dtype is not DType.FLOAT8
-    return plain and ours and problem.modifiers == Modifiers() and problem.head_dim == problem.head_dim_v
+    apart = problem.cache is None and problem.head_dim == problem.head_dim_v
+    output = problem.op is Op.FORWARD and problem.numerics is Numerics.ANY
+    return apart and output and portfolio.has_measured_facts(problem)
 
 
 def _finals_of(entry: CacheEntry) -> dict[str, Any]:

@@ -135,13 +135,13 @@ def _small_tiles(problem: Problem) -> Iterator[Variant]:
 
 
 @lru_cache(maxsize=4)
-def _entries(device: Device) -> tuple[CacheEntry, ...]:
+def shipped_entries(device: Device) -> tuple[CacheEntry, ...]:
+    """The shipped entries of a card, whatever they chose."""
     return tuple(
         entry
         for file in store.read_folder(resources.shipped_cache())
         if file.fingerprint == device.fingerprint
         for entry in file.entries.values()
-        if entry.choice == KERNEL
     )
 
 
@@ -155,8 +155,9 @@ def winners(device: Device, problem: Problem, template: str) -> Iterator[Variant
             entry.problem.key,
             entry.variant,
         )
-        for entry in _entries(device)
-        if entry.problem.dtype.bytes == problem.dtype.bytes
+        for entry in shipped_entries(device)
+        if entry.choice == KERNEL
+        and entry.problem.dtype.bytes == problem.dtype.bytes
         and entry.variant.template == template
         and _holds(space, entry.variant)
     ]

@@ -196,9 +196,12 @@ def first_of(
     if first == suiting[0]:
         return first
     starters = [starter for starter in (first, *able, *seeds) if starter not in (None, suiting[-1])]
+    packed = _packs_heads(suiting[0], problem)
     for wanted in suiting[:-1]:
+        if _packs_heads(wanted, problem) and not packed:
+            continue
         alike = [starter for starter in starters if _are_alike(wanted, starter)]
-        if alike and _packs_heads(wanted) <= _packs_heads(suiting[0]):
+        if alike:
             return min(alike, key=lambda starter: _others(wanted, starter))
     return min(starters, key=lambda starter: _distance(suiting[0], starter), default=first)
 
@@ -221,9 +224,9 @@ def _of_plain_twin(problem: Problem, device: Device, suiting: Sequence[Variant])
     return suiting
 
 
-def _packs_heads(variant: Variant) -> bool:
+def _packs_heads(variant: Variant, problem: Problem) -> bool:
     """Whether the rows of a tile are of several heads, which few rows of each ask for."""
-    return int(variant.as_dict().get("PACK_GQA", 0)) > (variant.template == "gluon/forward")
+    return search_space.load(variant.template).heads_of_tile(variant.as_dict(), problem) > 1
 
 
 def _are_alike(wanted: Variant, starter: Variant) -> bool:

@@ -218,5 +218,6 @@ class Timer:
         for call in calls.values():
             call()
         times = {name: [100.0 * place] * (count or 3) for place, name in enumerate(calls, start=1)}
-        times |= {name: [self.flush_us * self.flushed] * (count or 3) for name in calls if name == FLUSHES}
+        if FLUSHES in calls:
+            times[FLUSHES] = [self.flush_us * self.flushed] * (count or 3)
         return Rounds(times_us=times, pulses=[Pulse(clock_mhz=1700, slowed=False)] * 3)
