@@ -13,9 +13,9 @@ from autoattn.errors import AutoattnError
 from autoattn.report import figures
 from autoattn.search.importance import params_of
 
-# Characters of kernels and differences in a report of at most a hundred problems, and of each problem in a larger one;
-# beyond it a command stands in their place. The shipped caches need nearly as much.
-ROOM, ROOM_OF_PROBLEM = 1_300_000, 15_000
+# Characters of kernels and differences in a report of at most HUNDRED problems, and what each further one adds; beyond
+# it a command stands in their place. The shipped caches, of 337 problems, need 5,110,000.
+HUNDRED, ROOM, ROOM_OF_PROBLEM = 100, 1_300_000, 20_000
 CONTEXT = 2  # lines around a difference
 
 
@@ -57,7 +57,7 @@ class Shelf:
     @classmethod
     def among(cls, problems: int) -> Shelf:
         """As much room as a report of so many problems has."""
-        return cls(room=max(ROOM, ROOM_OF_PROBLEM * problems))
+        return cls(room=ROOM + ROOM_OF_PROBLEM * max(0, problems - HUNDRED))
 
     def listing(self, entry: CacheEntry, anchor: str) -> Listing:
         """The winner's text for the card `anchor`."""
