@@ -120,10 +120,10 @@ def finals(samples: Path | str) -> pd.DataFrame:
     if known is None:
         raise UsageError(f"finals need a file of samples, but {samples!s:.500} does not exist; correct the path")
     rows: Rows = []
-    for number, one in enumerate(known.rounds, start=1):
-        for place, (name, time_us) in enumerate(one.times_us.items(), start=1):
+    for number, finals_round in enumerate(known.rounds, start=1):
+        for place, (name, time_us) in enumerate(finals_round.times_us.items(), start=1):
             row = {"round": number, "place": place, "contestant": name, "time_us": time_us}
-            rows.append({**row, "digest": known.kernels.get(name), **_pulse(one.pulse)})
+            rows.append({**row, "digest": known.kernels.get(name), **_pulse(finals_round.pulse)})
     return _frame(pandas, rows, FINALS)
 
 

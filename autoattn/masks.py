@@ -78,7 +78,7 @@ def from_table(
             f"{seq_kv} keys in blocks of {block_q} by {block_kv}, got {kept.dtype} {tuple(kept.shape)}; correct it"
         )
     kept = kept.reshape(1, 1, rows, columns) if kept.dim() == 2 else kept
-    return _made(kept, torch.zeros_like(kept), block_q, block_kv, seq_q, seq_kv)
+    return _block_sparse(kept, torch.zeros_like(kept), block_q, block_kv, seq_q, seq_kv)
 
 
 def from_block_mask(block_mask: BlockMask) -> BlockSparse:
@@ -107,7 +107,7 @@ def from_block_mask(block_mask: BlockMask) -> BlockSparse:
     device = block_mask.kv_num_blocks.device
     text, captured = fx_tracing.trace(block_mask.mask_mod, MASK_NAMES, device)
     text = "" if text == "True" else text  # PyTorch's noop_mask
-    mask = _made(full + partial > 0, partial > 0, block_q, block_kv, seq_q, seq_kv, text, captured)
+    mask = _block_sparse(full + partial > 0, partial > 0, block_q, block_kv, seq_q, seq_kv, text, captured)
     _converted[block_mask] = mask
     return mask
 
@@ -290,7 +290,7 @@ def to_dense(block_sparse: BlockSparse, *, batch: int = 1, heads: int = 1) -> Te
     return (full | partial).expand(batch, heads, seq_q, seq_kv)
 
 
-def _made(
+def _block_sparse(
     kept: Tensor, partial: Tensor, block_q: int, block_kv: int, seq_q: int, seq_kv: int, mod: str = "",
     captured: tuple[Tensor, ...] = (),
 ) -> BlockSparse:  # fmt: skip
@@ -347,9 +347,9 @@ def _causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     return q_idx >= kv_idx
 
 
-def _both(one: MaskMod, other: MaskMod) -> MaskMod:
-    return lambda b, h, q_idx, kv_idx: one(b, h, q_idx, kv_idx) & other(b, h, q_idx, kv_idx)
+def _both(left: MaskMod, right: MaskMod) -> MaskMod:
+    return lambda b, h, q_idx, kv_idx: left(b, h, q_idx, kv_idx) & right(b, h, q_idx, kv_idx)
 
 
-def _shape(thing: Any) -> str:
-    return f"{thing.dtype} {tuple(thing.shape)}" if isinstance(thing, Tensor) else repr(thing)[:80]
+def _shape(captured: Any) -> str:
+    return f"{captured.dtype} {tuple(captured.shape)}" if isinstance(captured, Tensor) else repr(captured)[:80]

@@ -19,7 +19,7 @@ from autoattn import torch_private
 from autoattn.errors import TensorError
 from autoattn.tensors.operands import Operands
 
-Made: TypeAlias = tuple[Tensor, Tensor | None]  # output and LSE
+Answer: TypeAlias = tuple[Tensor, Tensor | None]  # output and LSE
 WAY_OUT = "call torch.use_deterministic_algorithms(True) around both passes"
 
 
@@ -48,7 +48,7 @@ def switched_on(wanted: bool = True) -> Iterator[None]:
                 torch_private.set_deterministic_algorithms(_before[0], warn_only=_before[1])
 
 
-def attend(call: Callable[[Operands], Made], operands: Operands) -> Made:
+def attend(call: Callable[[Operands], Answer], operands: Operands) -> Answer:
     """What `call` makes of the operands, whose backward pass is deterministic whenever autograd runs it.
 
     Raises:
@@ -59,7 +59,7 @@ def attend(call: Callable[[Operands], Made], operands: Operands) -> Made:
         raise TensorError(f"deterministic=True must not be asked of a call that torch.func differentiates; {WAY_OUT}")
     given = {field.name: getattr(operands, field.name) for field in fields(operands)}
     learners = {name: tensor for name, tensor in given.items() if isinstance(tensor, Tensor) and tensor.requires_grad}
-    answer: Made = _Both.apply(call, operands, tuple(learners), *learners.values())
+    answer: Answer = _Both.apply(call, operands, tuple(learners), *learners.values())
     return answer
 
 
@@ -68,26 +68,26 @@ class _Both(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Callable[[Operands], Made], operands: Operands, names: tuple[str, ...], *learners: Tensor
-    ) -> Made:
+        ctx: Any, call: Callable[[Operands], Answer], operands: Operands, names: tuple[str, ...], *learners: Tensor
+    ) -> Answer:
         leaves = [tensor.detach().requires_grad_() for tensor in learners]
         with torch.enable_grad(), switched_on():
-            made = call(replace(operands, **dict(zip(names, leaves, strict=True))))
+            answer = call(replace(operands, **dict(zip(names, leaves, strict=True))))
         ctx.set_materialize_grads(False)
-        ctx.leaves, ctx.made = leaves, made
-        output, lse = made
+        ctx.leaves, ctx.answer = leaves, answer
+        output, lse = answer
         return output.detach(), None if lse is None else lse.detach()
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *pulls: Tensor | None) -> tuple[Tensor | None, ...]:
-        pairs = [(made, pull) for made, pull in zip(ctx.made, pulls, strict=True) if pull is not None]
+        pairs = [(tensor, pull) for tensor, pull in zip(ctx.answer, pulls, strict=True) if pull is not None]
         if not pairs:
             return (None,) * (3 + len(ctx.leaves))
-        made, wanted = zip(*pairs, strict=True)
+        tensors, wanted = zip(*pairs, strict=True)
         again = torch_private.keeps_graph()  # else what is saved is freed, as autograd does
         with switched_on():
-            grads = torch.autograd.grad(made, ctx.leaves, wanted, retain_graph=again, allow_unused=True)
+            grads = torch.autograd.grad(tensors, ctx.leaves, wanted, retain_graph=again, allow_unused=True)
         return None, None, None, *grads
 
 

@@ -208,9 +208,9 @@ class _Pairs:
             case "where":
                 return cute.where(self.value(parts[0]), self.counted(parts[1], kind), self.counted(parts[2], kind))
             case "minimum" | "maximum":
-                one, other = (self.counted(part, kind) for part in parts)
+                left, right = (self.counted(part, kind) for part in parts)
                 act = cute.math.min if node.act == "minimum" else cute.math.max
-                return act(one, other, propagate_nan=True)
+                return act(left, right, propagate_nan=True)
             case "to_int" | "to_float":
                 return self.counted(parts[0], kind)
             case "floor" if kind is Kind.INT:
@@ -278,11 +278,11 @@ class _Pairs:
             for part, size in zip(node.parts, sizes, strict=True)
         ]
         pairs = cute.size(self.names["score"].shape)
-        found = cute.make_rmem_tensor(pairs, tensor.element_type)
+        gathered = cute.make_rmem_tensor(pairs, tensor.element_type)
         for pair in range(pairs):
             indexed = tuple(index[pair] for index in indices)
-            found[pair] = tensor[indexed if len(indexed) > 1 else indexed[0]]
-        elements = found.load().to(_type_of(Kind.INT if node.kind is Kind.BOOL else node.kind))
+            gathered[pair] = tensor[indexed if len(indexed) > 1 else indexed[0]]
+        elements = gathered.load().to(_type_of(Kind.INT if node.kind is Kind.BOOL else node.kind))
         return elements != self._full(0, Kind.INT) if node.kind is Kind.BOOL else elements
 
     def _inside(self, index: Any, size: int) -> Any:

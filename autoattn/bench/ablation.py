@@ -125,27 +125,27 @@ class Run:
     rows: list[Row] = field(default_factory=list)
 
 
-def changes(one: SearchSpace, problem: Problem, device: Device) -> list[Change]:
+def changes(space: SearchSpace, problem: Problem, device: Device) -> list[Change]:
     """The baseline, each change of a step with what it takes along, and the bound.
 
     Raises:
         SpaceError: the template has no default for the problem.
     """
-    base = one.default(problem, device)
-    params = one.params_of(base)
+    base = space.default(problem, device)
+    params = space.params_of(base)
     named = {BASELINE: Change(name=BASELINE, variant=base)}
-    for step in one.ablation:
-        for value in (value for value in one.choices[step] if value != params[step]):
-            variant = _nearest(one, params, step, value, problem, device)
+    for step in space.ablation:
+        for value in (value for value in space.choices[step] if value != params[step]):
+            variant = _nearest(space, params, step, value, problem, device)
             if variant is None:
-                wanted = one.variant({**params, step: value})
-                why = one.why_infeasible(wanted, problem, device) or "no two other parameters make room for it"
+                wanted = space.variant({**params, step: value})
+                why = space.why_infeasible(wanted, problem, device) or "no two other parameters make room for it"
                 named.setdefault(f"{step} {value}", Change(name=f"{step} {value}", step=step, why_not=why))
                 continue
-            now = one.params_of(variant)
-            companions = {name: now[name] for name in one.choices if now[name] != params[name] and name != step}
-            alone = one.variant({**params, **companions})
-            if companions and one.why_infeasible(alone, problem, device) is None:
+            now = space.params_of(variant)
+            companions = {name: now[name] for name in space.choices if now[name] != params[name] and name != step}
+            alone = space.variant({**params, **companions})
+            if companions and space.why_infeasible(alone, problem, device) is None:
                 named.setdefault(_name(companions), Change(name=_name(companions), variant=alone))
             name = f"{step} {value}" + (f" ({_name(companions)})" if companions else "")
             named[name] = Change(name=name, step=step, variant=variant)

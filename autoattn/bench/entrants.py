@@ -60,7 +60,7 @@ class Answers(Protocol):
     def by_peer(self, peer: Peer) -> Run:
         """A peer's call."""
 
-    def judge(self, found: Any, again: Run, *, ours: bool) -> Judged:
+    def judge(self, answer: Any, again: Run, *, ours: bool) -> Judged:
         """Compares what a call gave with the reference.
 
         Args:
@@ -82,9 +82,9 @@ def of(problem: Problem, device: torch.device, options: Options) -> Answers:
     return Outputs(output_check.make_case(problem, device, generator, scores=scores, rows=ROWS, guard=0))
 
 
-def of_cache(told: Explanation) -> list[Variant]:
+def of_cache(explanation: Explanation) -> list[Variant]:
     """The backward kernel that was found for a problem, also where a training call takes a rival instead."""
-    return [told.variant] if told.entry is not None and told.variant is not None else []
+    return [explanation.variant] if explanation.entry is not None and explanation.variant is not None else []
 
 
 class _Late:
@@ -113,12 +113,16 @@ class Outputs:
             AutoattnError: there is no plan for it.
         """
         problem, operands = self.problem, self.case.operands
-        told = planner.plan(Call(problem=problem, operands=operands), lse=False).explanation
-        route = told.variant.template if told.route == KERNEL and told.variant is not None else told.route
-        first = Contestant(name=OURS, ours=True, route=route, level=told.level.value)
-        if told.route == KERNEL and told.variant is not None:
-            first = replace(first, variant=told.variant)
-        return told, first, front_door(problem, operands)
+        explanation = planner.plan(Call(problem=problem, operands=operands), lse=False).explanation
+        route = (
+            explanation.variant.template
+            if explanation.route == KERNEL and explanation.variant is not None
+            else explanation.route
+        )
+        first = Contestant(name=OURS, ours=True, route=route, level=explanation.level.value)
+        if explanation.route == KERNEL and explanation.variant is not None:
+            first = replace(first, variant=explanation.variant)
+        return explanation, first, front_door(problem, operands)
 
     def by_kernel(self, variant: Variant) -> Run:
         """A launch that allocates its output."""
@@ -139,9 +143,9 @@ class Outputs:
         """A call on tensors in the peer's own layout."""
         return _Late(partial(output_check.peer_call, peer, self.case))
 
-    def judge(self, found: Tensor, again: Run, *, ours: bool) -> Judged:
+    def judge(self, output: Tensor, again: Run, *, ours: bool) -> Judged:
         """By the error at some rows."""
-        error = output_check.errors(found, self.case)[0]
+        error = output_check.errors(output, self.case)[0]
         limit = self.case.allowed * (1.0 if ours else LOOSE)
         wrong = "" if error <= limit else f"error {error:.3g} where {limit:.3g} is allowed"
         return Judged(max_error=error, allowed=self.case.allowed, wrong=wrong)
@@ -159,14 +163,14 @@ class BackwardPasses:
         Raises:
             AutoattnError: a cache file is damaged or newer, or there is no plan for a call.
         """
-        told = cache_lookup.explain(self.problem, card)
-        why = gradient_problem.why_not_by(told)
-        for variant in of_cache(told):
+        explanation = cache_lookup.explain(self.problem, card)
+        why = gradient_problem.why_not_by(explanation)
+        for variant in of_cache(explanation):
             first = Contestant(
-                name=OURS, ours=True, route=variant.template, level=told.level.value, variant=variant,
+                name=OURS, ours=True, route=variant.template, level=explanation.level.value, variant=variant,
                 detail=f"a training call is left to PyTorch: {why}" if why else "",
             )  # fmt: skip
-            return told, first, self.by_kernel(variant)
+            return explanation, first, self.by_kernel(variant)
         operands, modifiers = self.case.operands, self.problem.modifiers
         given = {name: getattr(operands, name) for name in ("query", "key", "value", "sinks")}
         given["bias"] = operands.narrow_bias if modifiers.bias is Bias.LEARNED else None
@@ -175,11 +179,11 @@ class BackwardPasses:
         output_problem = replace(self.problem, op=Op.FORWARD, deterministic=False)
         call = Call(problem=output_problem, operands=self._traced(leaves), deterministic=self.problem.deterministic)
         plan = planner.plan(call, lse=False)
-        first = Contestant(name=OURS, ours=True, route=plan.explanation.route, level=told.level.value)
+        first = Contestant(name=OURS, ours=True, route=plan.explanation.route, level=explanation.level.value)
         if plan.gradients is not None:  # launched as by all calls but the first, which leaves its graph to slower ones
             variant = plan.gradients.source.variant
-            return told, replace(first, route=variant.template, variant=variant), self.by_kernel(variant)
-        return told, first, _Late(partial(self._behind, call, plan, leaves))
+            return explanation, replace(first, route=variant.template, variant=variant), self.by_kernel(variant)
+        return explanation, first, _Late(partial(self._behind, call, plan, leaves))
 
     def _traced(self, leaves: dict[str, Tensor]) -> Operands:
         """The operands of a call of which autograd knows the leaves."""
@@ -221,9 +225,9 @@ class BackwardPasses:
         """A backward pass of autograd's, on tensors in the peer's own layout."""
         return _Late(partial(gradient_check.peer_call, peer, self.case))
 
-    def judge(self, found: Gradients, again: Run, *, ours: bool) -> Judged:
+    def judge(self, gradients: Gradients, again: Run, *, ours: bool) -> Judged:
         """By the errors at some heads; deterministic gradients must also be the same ones in a second run."""
-        by_name = gradient_check.errors_by_name(found, self.case)
+        by_name = gradient_check.errors_by_name(gradients, self.case)
         max_error, _, allowed = gradient_check.joined(by_name, self.case)
         wrong = ""
         for name, (error, _) in by_name.items():
@@ -231,7 +235,7 @@ class BackwardPasses:
             if not error <= limit:
                 wrong = f"the {name}'s gradient has error {error:.3g} where {limit:.3g} is allowed"
         if not wrong and self.problem.deterministic and (second := again()) is not None:
-            wrong = gradient_check.unlike(found, second)
+            wrong = gradient_check.unlike(gradients, second)
         return Judged(max_error=max_error, allowed=allowed, wrong=wrong)
 
 

@@ -88,9 +88,13 @@ def sources(problems: Iterable[Problem], card: Device, ours: Ours) -> list[Sourc
     """The distinct kernels that the rows will run, as calls on contiguous tensors need them."""
     kernels: dict[Source, None] = {}
     for problem in problems:
-        told = cache_lookup.explain(problem, card)
-        ran = entrants.of_cache(told) if problem.op is Op.BACKWARD else list(cache_lookup.variants(told, card))[:1]
-        for variant in [*ran, *(variants_beside(told, None, card) if ours is Ours.VARIANTS else ())]:
+        explanation = cache_lookup.explain(problem, card)
+        ran = (
+            entrants.of_cache(explanation)
+            if problem.op is Op.BACKWARD
+            else list(cache_lookup.variants(explanation, card))[:1]
+        )
+        for variant in [*ran, *(variants_beside(explanation, None, card) if ours is Ours.VARIANTS else ())]:
             with suppress(AutoattnError):  # it is told where the row runs
                 kernels[render.render(problem, variant)] = None
     return list(kernels)
@@ -107,11 +111,11 @@ def compile_ahead(kernels: list[Source], arch: int) -> None:
             pass
 
 
-def variants_beside(told: explanations.Explanation, ran: Variant | None, card: Device | None) -> list[Variant]:
+def variants_beside(explanation: explanations.Explanation, ran: Variant | None, card: Device | None) -> list[Variant]:
     """The planned kernel, the entry's and its runners-up, then seeds of each template; without the one that ran."""
-    problem, variants = told.problem, [] if told.variant is None else [told.variant]
-    if told.entry is not None:
-        variants += [told.entry.variant, *(candidate.variant for candidate in told.entry.candidates)]
+    problem, variants = explanation.problem, [] if explanation.variant is None else [explanation.variant]
+    if explanation.entry is not None:
+        variants += [explanation.entry.variant, *(candidate.variant for candidate in explanation.entry.candidates)]
     if problem is not None and card is not None:
         variants += portfolio.starters_for(problem, card)
     return [variant for variant in dict.fromkeys(variants) if variant != ran]
@@ -204,7 +208,7 @@ class _Bench:
     def _ours(self, answers: Answers) -> Iterator[_Guarded]:
         """What a call runs, and on demand the kernels that it could have run."""
         try:
-            told, first, call = answers.ours(self.card)
+            explanation, first, call = answers.ours(self.card)
         except AutoattnError as error:
             yield _Guarded(Contestant(name=entrants.OURS, ours=True, state=State.FAILED, detail=reason_of(error)), None)
             return
@@ -214,7 +218,7 @@ class _Bench:
             yield _Guarded(facts, answers.by_kernel(variant))
         if self.options.ours is not Ours.VARIANTS:
             return
-        for number, variant in enumerate(variants_beside(told, first.variant, self.card), start=1):
+        for number, variant in enumerate(variants_beside(explanation, first.variant, self.card), start=1):
             facts = Contestant(name=f"variant {number}", ours=True, route=variant.template, variant=variant)
             yield _Guarded(facts, answers.by_kernel(variant))
 

@@ -115,9 +115,9 @@ def _error(timer: RankTimer, whole: Tensor, output: Tensor) -> float:
     return timer.largest(float((output - own).abs().max()))
 
 
-def table(found: Iterable[Row]) -> Iterator[str]:
+def table(rows: Iterable[Row]) -> Iterator[str]:
     """Lines of Markdown."""
     yield f"| {' | '.join(COLUMNS)} |"
     yield f"|{'---|' * len(COLUMNS)}"
-    for row in found:
+    for row in rows:
         yield f"| {' | '.join(row.cells())} |"

@@ -203,22 +203,26 @@ def ran(whose: Whose, mode: Mode, query: Tensor, key: Tensor, value: Tensor, *, 
     backend = _backend(query, key, value, causal)
     if whose is Whose.SDPA:
         return backend
-    told = functional.explain(query, key, value, causal=causal)
-    if mode is Mode.EAGER or told.route == KERNEL:
-        return _words(told, backend)
+    explanation = functional.explain(query, key, value, causal=causal)
+    if mode is Mode.EAGER or explanation.route == KERNEL:
+        return _words(explanation, backend)
     if (traced := traced_backend(query, key, value)) is not None:
         return f"sdpa {traced}, traced"
     with torch.no_grad():
-        told = functional.explain(query, key, value, causal=causal)
-    return f"{_words(told, backend)}; gradients by PyTorch"
+        explanation = functional.explain(query, key, value, causal=causal)
+    return f"{_words(explanation, backend)}; gradients by PyTorch"
 
 
-def _words(told: Explanation, backend: str) -> str:
-    if told.route == KERNEL and told.variant is not None:
-        return f"{told.variant.template}, {told.level.value}"
-    if told.route == SDPA:
-        return f"{told.route} {backend}"
-    return told.route.replace("-", " ") if told.level is Level.SDPA else f"{told.route}, {told.level.value}"
+def _words(explanation: Explanation, backend: str) -> str:
+    if explanation.route == KERNEL and explanation.variant is not None:
+        return f"{explanation.variant.template}, {explanation.level.value}"
+    if explanation.route == SDPA:
+        return f"{explanation.route} {backend}"
+    return (
+        explanation.route.replace("-", " ")
+        if explanation.level is Level.SDPA
+        else f"{explanation.route}, {explanation.level.value}"
+    )
 
 
 def traced_backend(query: Tensor, key: Tensor, value: Tensor) -> str | None:

@@ -221,15 +221,15 @@ def unneeded(folder: Path) -> Unneeded:
     )
 
 
-def prune(found: Unneeded) -> Unneeded:
+def prune(unneeded: Unneeded) -> Unneeded:
     """Removes what was found, but for what changed meanwhile; returns what was removed.
 
     Raises:
         CacheError: a file cannot be written, or a journal not be removed.
     """
-    stale = {path: store.drop(path, entries) for path, entries in found.stale.items()}
-    journals = tuple(path for path in found.journals if _removed(path))
-    return Unneeded(stale=stale, journals=journals, resting=found.resting)
+    stale = {path: store.drop(path, entries) for path, entries in unneeded.stale.items()}
+    journals = tuple(path for path in unneeded.journals if _removed(path))
+    return Unneeded(stale=stale, journals=journals, resting=unneeded.resting)
 
 
 def _removed(journal: Path) -> bool:

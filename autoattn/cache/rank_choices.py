@@ -30,8 +30,8 @@ def read(path: Path) -> RankChoices | None:
         choices = msgspec.json.decode(path.read_bytes(), type=RankChoices)
         if choices.schema != SCHEMA:
             raise ValueError(f"it has schema {choices.schema} where {SCHEMA} is known")
-        made = choices.choices
-        if any(each.method not in each.times_us or min(each.call.tokens, each.call.batch) < 1 for each in made):
+        measured = choices.choices
+        if any(each.method not in each.times_us or min(each.call.tokens, each.call.batch) < 1 for each in measured):
             raise ValueError("a choice was not measured")
     except FileNotFoundError:
         return None
@@ -44,16 +44,16 @@ def read(path: Path) -> RankChoices | None:
     return choices
 
 
-def merge(folder: Path, device: Device, found: RankChoices) -> Path:
+def merge(folder: Path, device: Device, choices: RankChoices) -> Path:
     """Puts choices into their file, in place of those for the same calls; others of the same card stay.
 
     Raises:
         CacheError: the folder cannot be written, or the file that is there cannot be read.
     """
-    path = path_of(folder, device, found.ranks)
+    path = path_of(folder, device, choices.ranks)
     before = read(path)
-    if before is not None and before.fingerprint == found.fingerprint:
-        found = found.with_those_of(before.choices)
-    text = json.dumps(msgspec.to_builtins(found), indent=1, ensure_ascii=False, allow_nan=False)
+    if before is not None and before.fingerprint == choices.fingerprint:
+        choices = choices.with_those_of(before.choices)
+    text = json.dumps(msgspec.to_builtins(choices), indent=1, ensure_ascii=False, allow_nan=False)
     whole_files.write_new(path, text.encode() + b"\n")
     return path

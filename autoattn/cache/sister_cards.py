@@ -98,10 +98,10 @@ def _names(folder: Path, device: Device) -> list[str]:
     """The device's own folder, whose files may be of another such card, and those that may be of sister cards."""
     strangers = {known.name for known in device_profiles.all_devices() if known.arch != device.arch}
     try:
-        found = sorted(path.name for path in folder.iterdir() if path.name not in strangers)
+        names = sorted(path.name for path in folder.iterdir() if path.name not in strangers)
     except OSError:  # reading the device's own files says what is wrong
         return []
-    return [name for name in found if any(path.exists() for op in Op for path in _paths(folder, name, op))]
+    return [name for name in names if any(path.exists() for op in Op for path in _paths(folder, name, op))]
 
 
 def _paths(folder: Path, name: str, op: Op) -> Iterable[Path]:

@@ -59,7 +59,7 @@ def read(path: Path) -> CacheFile:
     Raises:
         CacheError: the file is missing, damaged, newer, foreign or unreadable; it is left as it is.
     """
-    file = _found(path)
+    file = _file_at(path)
     if file is None:
         raise CacheError(f"the cache file {path} must be there, but there is none; tune first or correct the path")
     return file
@@ -95,7 +95,7 @@ def files_at(paths: Iterable[Path]) -> list[CacheFile]:
     Raises:
         CacheError: a file is damaged, newer, foreign or unreadable.
     """
-    return [file for file in map(_found, paths) if file is not None]
+    return [file for file in map(_file_at, paths) if file is not None]
 
 
 def paths_of(folder: Path, device: Device, op: Op) -> list[Path]:
@@ -109,7 +109,7 @@ def lookup(folder: Path, device: Device, op: Op) -> dict[str, CacheEntry]:
     Raises:
         CacheError: the file is damaged, newer, foreign or unreadable.
     """
-    file = _found(path_of(folder, device, op))
+    file = _file_at(path_of(folder, device, op))
     return dict(file.entries) if file is not None else {}
 
 
@@ -159,7 +159,7 @@ def combine(folder: Path, files: Iterable[CacheFile], *, any_time: bool = False)
     files = list(files)
     for file in files:
         path = path_in(folder, file)
-        _merged(path, _found(path), file, file.entries.values())
+        _merged(path, _file_at(path), file, file.entries.values())
     return [_combined(path_in(folder, file), file, any_time) for file in files]
 
 
@@ -210,7 +210,7 @@ def drop(path: Path, entries: Iterable[CacheEntry]) -> tuple[CacheEntry, ...]:
     return gone
 
 
-def mark(folder: Path, device: Device, op: Op, found: Iterable[tuple[CacheEntry, Mark | None]]) -> list[CacheEntry]:
+def mark(folder: Path, device: Device, op: Op, verified: Iterable[tuple[CacheEntry, Mark | None]]) -> list[CacheEntry]:
     """Writes what a verification found into a folder's files, each entry's mark or none; returns what it changed.
 
     An entry that became another one meanwhile stays as it is. One that stands in another folder alone is added, with
@@ -220,8 +220,10 @@ def mark(folder: Path, device: Device, op: Op, found: Iterable[tuple[CacheEntry,
         CacheError: the file cannot be read or written, or is of another card. It is left as it is.
     """
     by_release: dict[str, list[tuple[CacheEntry, Mark | None]]] = {}
-    for entry, its in found:
-        by_release.setdefault(entry.triton_release or triton_release.installed_release(), []).append((entry, its))
+    for entry, entry_mark in verified:
+        by_release.setdefault(entry.triton_release or triton_release.installed_release(), []).append(
+            (entry, entry_mark)
+        )
     return [
         entry for release, pairs in by_release.items() for entry in _marked(folder, _empty(device, op, release), pairs)
     ]
@@ -333,7 +335,7 @@ def _measured(entry: CacheEntry) -> bool:
     return entry.evidence is Evidence.MEASURED
 
 
-def _found(path: Path) -> CacheFile | None:
+def _file_at(path: Path) -> CacheFile | None:
     """The file, from memory when it has not changed; None when there is none."""
     try:
         stamp = path.stat()

@@ -68,7 +68,7 @@ def _go(run: Run, results: Iterator[list[Row]], out: Path) -> None:
 
     numbers = count(1)
 
-    def told(problem: list[Row]) -> list[str]:
+    def numbered(problem: list[Row]) -> list[str]:
         number = next(numbers)
         return [f"[{number}/{run.planned}] {line(row)}" for row in problem]
 
@@ -77,7 +77,7 @@ def _go(run: Run, results: Iterator[list[Row]], out: Path) -> None:
         results,
         head=[f"{run.device.full_name}: {run.planned} problems, {how}"],
         keep=run.rows.extend,
-        lines=told,
+        lines=numbered,
         write=lambda: ablation_tables.write(run, out),
         failed=lambda: all(row.baseline is None for row in run.rows),
     )

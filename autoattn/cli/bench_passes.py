@@ -98,5 +98,5 @@ def line(run: Run, case: list[Row]) -> str:
     from autoattn.report import figures, pass_tables
 
     planned = len(run.options.cases())
-    words = [f"{row.whose.value} {pass_tables.told(row)}" for row in case]
+    words = [f"{row.whose.value} {pass_tables.line(row)}" for row in case]
     return f"[{len(run.cases):>{len(str(planned))}}/{planned}] {case[0].case}: " + figures.printable("; ".join(words))

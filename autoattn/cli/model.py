@@ -32,9 +32,9 @@ def document(
     wanted = options.lengths("--lengths", lengths) if lengths is not None else None
     config = model_config.read(_config(model), model)
     batch = batch if batch is not None else 1
-    made = model_config.document(config, dtype=dtype, batch=batch, lengths=wanted, ranks=ranks)
-    shapes_file.parse(made, f"--model {model}")  # what no kernel takes is refused before anything is written or tuned
-    return made, model_config.notes(config, dtype=dtype, lengths=wanted)
+    shapes = model_config.document(config, dtype=dtype, batch=batch, lengths=wanted, ranks=ranks)
+    shapes_file.parse(shapes, f"--model {model}")  # what no kernel takes is refused before anything is written or tuned
+    return shapes, model_config.notes(config, dtype=dtype, lengths=wanted)
 
 
 def problems(document: dict[str, Any], model: str) -> list[NamedProblem]:

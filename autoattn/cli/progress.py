@@ -27,8 +27,8 @@ class Display:
         self.kind = "" if measured else " predicted"
         self.clock = Remaining()
         self.bars: Progress | None = None
-        self.all: TaskID | None = None
-        self.one: TaskID | None = None
+        self.overall: TaskID | None = None
+        self.current: TaskID | None = None
 
     def __enter__(self) -> Display:
         if self.console.is_terminal:
@@ -41,8 +41,8 @@ class Display:
                 transient=True,
             )
             self.bars.start()
-            self.all = self.bars.add_task("all problems", total=None, note="")
-            self.one = self.bars.add_task("", total=None, note="")
+            self.overall = self.bars.add_task("all problems", total=None, note="")
+            self.current = self.bars.add_task("", total=None, note="")
         return self
 
     def __exit__(
@@ -59,10 +59,10 @@ class Display:
         if report.phase in FINISHED:
             behind = f", {note}" if note and not self.console.is_terminal and report.phase != "kept" else ""
             self.console.print(Text(self._line(report) + behind), soft_wrap=True)
-        if self.bars is not None and self.all is not None and self.one is not None:
-            self.bars.update(self.all, total=report.total, completed=self.clock.finished, note=note)
+        if self.bars is not None and self.overall is not None and self.current is not None:
+            self.bars.update(self.overall, total=report.total, completed=self.clock.finished, note=note)
             self.bars.update(
-                self.one,
+                self.current,
                 description=figures.printable(report.problem),
                 total=report.planned or None,
                 completed=report.tried,

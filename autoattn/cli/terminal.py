@@ -30,14 +30,14 @@ def print_table(console: Console, title: str, columns: Sequence[str], rows: Iter
     """
     cells = [[printable(cell) for cell in row] for row in rows]
     shown = _fitting(console.width, columns, cells)
-    made = Table(title=Text(printable(title)), title_justify="left", title_style="bold", box=SIMPLE, pad_edge=False)
+    table = Table(title=Text(printable(title)), title_justify="left", title_style="bold", box=SIMPLE, pad_edge=False)
     for column in columns[:shown]:
         whole = column.startswith((">", "="))
         right = column.startswith(">")
-        made.add_column(Text(column[whole:]), justify="right" if right else "left", no_wrap=whole)
+        table.add_column(Text(column[whole:]), justify="right" if right else "left", no_wrap=whole)
     for row in cells:
-        made.add_row(*map(Text, row[:shown]))
-    console.print(made)
+        table.add_row(*map(Text, row[:shown]))
+    console.print(table)
     if shown < len(columns):
         left_out = ", ".join(column.lstrip(">=") for column in columns[shown:])
         console.print(f" (left out on {console.width} columns: {left_out})\n", soft_wrap=True)

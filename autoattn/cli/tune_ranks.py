@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from autoattn.core.rank_choice import RankCall
-    from autoattn.search.rank_tuning import Found
+    from autoattn.search.rank_tuning import GroupMeasurements
     from autoattn.shapes.shapes_file import NamedProblem
 
 
@@ -31,8 +31,8 @@ def tune(device: str, named: list[NamedProblem], ranks: int, cache: Path) -> Non
     console = terminal.console()
     calls = calls_of(named, console)
     console.print(f"Measuring {len(calls):,} calls on {ranks} x {card.full_name}, cache {cache}", soft_wrap=True)
-    path, _, found = rank_tuning.tune(calls, card, ranks, cache)
-    for line in lines(found):
+    path, _, measurements = rank_tuning.tune(calls, card, ranks, cache)
+    for line in lines(measurements):
         console.print(terminal.printable(line), soft_wrap=True)
     console.print(f"The choices are in {path}", soft_wrap=True)
 
@@ -72,14 +72,14 @@ def calls_of(named: list[NamedProblem], console: Console) -> list[RankCall]:
     return list(dict.fromkeys(calls))
 
 
-def lines(found: Found) -> list[str]:
+def lines(measurements: GroupMeasurements) -> list[str]:
     """What was found, a line for each call and method."""
-    link = found.link
-    told = [f"Link: {link.bytes_per_second / 1e9:.1f} GB/s each way, {link.latency_us:.0f} us"]
-    for choice in found.choices:
+    link = measurements.link
+    report = [f"Link: {link.bytes_per_second / 1e9:.1f} GB/s each way, {link.latency_us:.0f} us"]
+    for choice in measurements.choices:
         times = sorted(choice.times_us.items(), key=lambda each: each[1])
-        told.append(f"{choice.call}: {', '.join(f'{method.value} {time_us:,.0f} us' for method, time_us in times)}")
-    told += [f"{what}: {why}" for what, why in found.refused.items()]
-    if found.communication_sms is not None:
-        told.append(f"Communication does best with at most {found.communication_sms} SMs (NCCL's max_ctas)")
-    return told
+        report.append(f"{choice.call}: {', '.join(f'{method.value} {time_us:,.0f} us' for method, time_us in times)}")
+    report += [f"{attempt}: {why}" for attempt, why in measurements.refused.items()]
+    if measurements.communication_sms is not None:
+        report.append(f"Communication does best with at most {measurements.communication_sms} SMs (NCCL's max_ctas)")
+    return report

@@ -76,18 +76,18 @@ class Judgement:
                 break
         let: dict[str, Rule] = {}
         facts: dict[str, Value | float] = {}
-        asked = [name for rule, _ in sized for name in rule.names]
-        while asked:
-            name = asked.pop()
+        pending = [name for rule, _ in sized for name in rule.names]
+        while pending:
+            name = pending.pop()
             if name in self.facts:  # of a part that has no result
                 facts[name] = self.facts[name]
             elif name in self.facts.let and name not in let:
                 let[name] = self.facts.let[name].given(self.facts, self.of_sizes)
-                asked += let[name].names
+                pending += let[name].names
         return replace(self, facts=DerivedFacts(facts, let), sized=tuple(sized), refusal=refusal)
 
     @property
-    def asked(self) -> frozenset[str]:
+    def sizes_read(self) -> frozenset[str]:
         """The SIZES that its rules, and what these rest on, ask for."""
         names = [rule.names for rule in (*(rule for rule, _ in self.sized), *self.facts.let.values())]
         return SIZES & frozenset().union(*names)
@@ -96,7 +96,7 @@ class Judgement:
         """The first rule that breaks with these sizes, in words; None when none does.
 
         Args:
-            sizes: those that are `asked` for; others do not matter.
+            sizes: `sizes_read`; others do not matter.
         """
         if self.sized:
             facts = self.facts.with_sizes(sizes)
@@ -113,7 +113,7 @@ def specialised(judgement: Judgement) -> Judgement:
 
 
 # Names of rules with what is said where they break, in order; and what is said behind them all where no sizes will do.
-AskedRules: TypeAlias = tuple[tuple[tuple[str, str], ...], str | None]
+SizeRules: TypeAlias = tuple[tuple[tuple[str, str], ...], str | None]
 
 
 class SharedRules:
@@ -122,28 +122,28 @@ class SharedRules:
     def __init__(self) -> None:
         self._let: dict[str, Rule] = {}  # every rule under a name of its own
         self._names: dict[Hashable, str] = {}  # identity of a rule -> its name
-        self._asked: dict[Judgement, AskedRules] = {}
-        self._distinct: dict[AskedRules, AskedRules] = {}
+        self._rules: dict[Judgement, SizeRules] = {}
+        self._distinct: dict[SizeRules, SizeRules] = {}
 
     def facts(self, sizes: FactValues) -> DerivedFacts:
         """The sizes of one problem, of which `first_broken` asks."""
         return DerivedFacts(sizes, self._let)
 
-    def asked(self, judgement: Judgement) -> AskedRules:
+    def rules_of(self, judgement: Judgement) -> SizeRules:
         """What a judgement asks of sizes, found out once; one object for all that ask the same."""
-        return self._asked.get(judgement) or self._add(judgement)
+        return self._rules.get(judgement) or self._add(judgement)
 
     def names(self, judgement: Judgement) -> tuple[str, ...]:
         """The names of the rules that a judgement asks; all hold where it says nothing against a kernel."""
-        rules, refusal = self.asked(judgement)
+        rules, refusal = self.rules_of(judgement)
         names = tuple(name for name, _ in rules)
         return names if refusal is None else (*names, self._name_of(_NEVER, judgement.facts))
 
-    def _add(self, judgement: Judgement) -> AskedRules:
+    def _add(self, judgement: Judgement) -> SizeRules:
         special = specialised(judgement)
-        asked = tuple((self._name_of(rule, special.facts), broken) for rule, broken in special.sized), special.refusal
-        asked = self._asked[judgement] = self._distinct.setdefault(asked, asked)
-        return asked
+        rules = tuple((self._name_of(rule, special.facts), broken) for rule, broken in special.sized), special.refusal
+        rules = self._rules[judgement] = self._distinct.setdefault(rules, rules)
+        return rules
 
     def _name_of(self, rule: Rule, facts: DerivedFacts) -> str:
         """The name of a rule that asks for nothing but sizes and other rules here."""
@@ -159,13 +159,13 @@ class SharedRules:
         return name
 
 
-def first_broken(asked: AskedRules, facts: DerivedFacts) -> str | None:
-    """`Judgement.why_not` of what `SharedRules.asked` gives, with the facts of the same SharedRules.
+def first_broken(size_rules: SizeRules, facts: DerivedFacts) -> str | None:
+    """`Judgement.why_not` of what `SharedRules.rules_of` gives, with the facts of the same SharedRules.
 
     Raises:
         SpaceError: the arithmetic of a rule has no result.
     """
-    rules, refusal = asked
+    rules, refusal = size_rules
     for name, broken in rules:
         if not facts[name]:
             return broken

@@ -18,13 +18,13 @@ class KindSeeds:
     judged: tuple[tuple[int, Variant, Judgement, Judgement], ...]
     rules: SharedRules  # of these judgements
     # Place of a seed -> names of the rules that say whether it speaks of a problem, and of those that say whether it
-    # can run, once asked
+    # can run, once they are needed
     spoken: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    asked: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    runnable: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     def sharing(self, rules: SharedRules) -> KindSeeds:
         """The same seeds, whose rules are worked out together with others."""
-        return replace(self, rules=rules, spoken={}, asked={})
+        return replace(self, rules=rules, spoken={}, runnable={})
 
     def feasible(self, facts: DerivedFacts) -> Iterator[Variant]:
         """Those that speak of a problem and are feasible, in the file's order.
@@ -37,7 +37,7 @@ class KindSeeds:
             if (
                 number not in given
                 and self._hold(self.spoken, place, speaks, facts)
-                and self._hold(self.asked, place, judgement, facts)
+                and self._hold(self.runnable, place, judgement, facts)
             ):
                 if self.why_unavailable(variant):
                     continue

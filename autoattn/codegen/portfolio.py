@@ -231,8 +231,8 @@ def _packs_heads(variant: Variant, problem: Problem) -> bool:
 
 def _are_alike(wanted: Variant, starter: Variant) -> bool:
     """Whether two variants of a template have the same tile, and share keys and heads alike."""
-    one, other = wanted.as_dict(), starter.as_dict()
-    return starter.template == wanted.template and all(one.get(name) == other.get(name) for name in (*_TILE, *_SHARED))
+    left, right = wanted.as_dict(), starter.as_dict()
+    return starter.template == wanted.template and all(left.get(name) == right.get(name) for name in (*_TILE, *_SHARED))
 
 
 def _others(wanted: Variant, starter: Variant) -> int:
@@ -243,14 +243,14 @@ def _others(wanted: Variant, starter: Variant) -> int:
 
 def _distance(wanted: Variant, starter: Variant) -> tuple[bool, int, float, int]:
     """How far two variants are apart: in their templates, in what they share, in their tiles, and in the rest."""
-    one, other = wanted.as_dict(), starter.as_dict()
-    shared = sum(one.get(name) != other.get(name) for name in _SHARED)
-    return starter.template != wanted.template, shared, _octaves(one, other), _others(wanted, starter)
+    left, right = wanted.as_dict(), starter.as_dict()
+    shared = sum(left.get(name) != right.get(name) for name in _SHARED)
+    return starter.template != wanted.template, shared, _octaves(left, right), _others(wanted, starter)
 
 
-def _octaves(one: Mapping[str, Value], other: Mapping[str, Value]) -> float:
+def _octaves(left: Mapping[str, Value], right: Mapping[str, Value]) -> float:
     """How far apart two tiles are."""
-    return sum(abs(math.log2(float(one[name]) / float(other[name]))) for name in _TILE)
+    return sum(abs(math.log2(float(left[name]) / float(right[name]))) for name in _TILE)
 
 
 def is_available(variant: Variant) -> bool:

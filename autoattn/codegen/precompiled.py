@@ -105,10 +105,10 @@ class PrecompiledKernel:
 
 def key_of(kind: KernelKind, variant: Variant, traits: Traits) -> str:
     """Names what a kernel was asked for."""
-    return digest_of(msgspec.json.encode(_told([kind, variant, traits])).decode())
+    return digest_of(msgspec.json.encode(_builtins_of([kind, variant, traits])).decode())
 
 
-def _told(facts: Any) -> Any:
+def _builtins_of(facts: Any) -> Any:
     """Facts as JSON has them; a kernel names of caches, biases and their options those alone that it has, as older
     files do."""
     builtins = msgspec.to_builtins(facts)
@@ -153,7 +153,7 @@ def paths_in(cache: Path, arch: int | None = None) -> list[Path]:
 def encode(kernel: PrecompiledKernel) -> bytes:
     """The bytes of a file; the same kernel gives the same bytes."""
     parts = {
-        FACTS: msgspec.json.format(msgspec.json.encode(_told(kernel.facts)), indent=1) + b"\n",
+        FACTS: msgspec.json.format(msgspec.json.encode(_builtins_of(kernel.facts)), indent=1) + b"\n",
         TEXT: kernel.text.encode(),
         LAUNCH_TEXT: kernel.launch_text.encode(),
         **{function.file_name: kernel.code[function.name] for function in kernel.facts.functions},

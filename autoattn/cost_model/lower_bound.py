@@ -84,8 +84,8 @@ def _products(problem: Problem, device: Device, params: Mapping[str, Value]) -> 
 
 def product_of(problem: Problem, params: Mapping[str, Value]) -> str:
     """The opcode of a variant's products where no warpgroup works on them."""
-    asked = problem.precision if params["products"] == "as_asked" else None
-    return "FFMA" if problem.dtype is DType.FLOAT32 and asked is Precision.IEEE else "HMMA"
+    precision = problem.precision if params["products"] == "as_asked" else None
+    return "FFMA" if problem.dtype is DType.FLOAT32 and precision is Precision.IEEE else "HMMA"
 
 
 def _with_fewer_blocks(device: Device, report: StaticReport) -> Iterator[StaticReport]:

@@ -217,8 +217,8 @@ def _read(
     )
     slopes = given["alibi_slopes"]
     if method == "auto" and slopes is None and split.sharding is Sharding.ZIGZAG:
-        asked = _rank_call(three, mask, split, packed=order is Layout.PACKED, learns=learns)
-        measured = None if asked is None else measured_method.find(asked, ranks.size, three[0].device)
+        rank_call = _rank_call(three, mask, split, packed=order is Layout.PACKED, learns=learns)
+        measured = None if rank_call is None else measured_method.find(rank_call, ranks.size, three[0].device)
         method = method if measured is None else measured.value
     chosen = _method(method, reach, split, ranks, three, slopes)
     terms = Terms(

@@ -115,7 +115,7 @@ def agree(ranks: Ranks, call: str, refusal: Exception | None, device: torch.devi
 def _difference(call: str, other: str) -> str:
     """The first words in which two calls differ."""
     pairs = zip(call.split("; "), other.split("; "), strict=False)
-    return next((f"{one} and {another}" for one, another in pairs if one != another), f"{call} and {other}")
+    return next((f"{word} and {other_word}" for word, other_word in pairs if word != other_word), f"{call} and {other}")
 
 
 @contextmanager

@@ -211,5 +211,5 @@ def _by_formula(
     output_grad = (weight.transpose(-1, -2)[..., None] * pull).to(output.dtype)
     learners = [*leaves, slopes] if slopes is not None and terms.learns_slopes else [*leaves]
     lse_grad = torch.where(lse.detach() == -torch.inf, 0.0, lse_grad)
-    made = torch.autograd.grad((output, lse), learners, (output_grad, lse_grad), materialize_grads=True)
-    return Gradients(made[0], made[1], made[2], made[3] if terms.learns_slopes else None)
+    gradients = torch.autograd.grad((output, lse), learners, (output_grad, lse_grad), materialize_grads=True)
+    return Gradients(gradients[0], gradients[1], gradients[2], gradients[3] if terms.learns_slopes else None)

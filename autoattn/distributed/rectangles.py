@@ -76,8 +76,8 @@ def seen(query: Piece, key: Piece, reach: Reach) -> Rectangle | None:
 
 def between(queries: Sequence[Piece], keys: Sequence[Piece], reach: Reach) -> list[Rectangle]:
     """What pieces of a document see of pieces of it, in as few rectangles as `joined` makes of them."""
-    found = (seen(query, key, reach) for query in queries for key in keys)
-    return joined(rectangle for rectangle in found if rectangle is not None)
+    rectangles = (seen(query, key, reach) for query in queries for key in keys)
+    return joined(rectangle for rectangle in rectangles if rectangle is not None)
 
 
 def joined(rectangles: Iterable[Rectangle]) -> list[Rectangle]:
@@ -93,23 +93,23 @@ def joined(rectangles: Iterable[Rectangle]) -> list[Rectangle]:
     return joined_queries
 
 
-def _beside(one: Rectangle, other: Rectangle) -> list[Rectangle]:
+def _beside(left: Rectangle, right: Rectangle) -> list[Rectangle]:
     """Keys that all queries see, and keys of the same queries behind them that a bound on the right may hide."""
-    whole = one.first is one.last is other.first is None
-    if whole and one.queries == other.queries and one.keys[1] == other.keys[0]:
-        return [replace(other, keys=(one.keys[0], other.keys[1]))]
-    return [one, other]
+    whole = left.first is left.last is right.first is None
+    if whole and left.queries == right.queries and left.keys[1] == right.keys[0]:
+        return [replace(right, keys=(left.keys[0], right.keys[1]))]
+    return [left, right]
 
 
-def _below(one: Rectangle, other: Rectangle) -> list[Rectangle]:
+def _below(upper: Rectangle, lower: Rectangle) -> list[Rectangle]:
     """Queries and those behind them, which see the same keys, or more by the same bound."""
-    alike = one.first is other.first is None and one.last == other.last
-    adjacent = one.queries[1] == other.queries[0] and one.keys[0] == other.keys[0]
+    alike = upper.first is lower.first is None and upper.last == lower.last
+    adjacent = upper.queries[1] == lower.queries[0] and upper.keys[0] == lower.keys[0]
     if alike and adjacent:
-        bounded = one.last is not None and one.queries[1] + one.last <= one.keys[1] <= other.keys[1]
-        if bounded or one.keys == other.keys:
-            return [replace(other, queries=(one.queries[0], other.queries[1]))]
-    return [one, other]
+        bounded = upper.last is not None and upper.queries[1] + upper.last <= upper.keys[1] <= lower.keys[1]
+        if bounded or upper.keys == lower.keys:
+            return [replace(lower, queries=(upper.queries[0], lower.queries[1]))]
+    return [upper, lower]
 
 
 def grouped(rectangles: Iterable[Rectangle]) -> tuple[tuple[Rectangle, ...], ...]:

@@ -148,16 +148,16 @@ def _backward(
             output, pull = (_narrowed(tensor, call.queries, axis) for tensor in (answer[0], pulls[0]))
             lse = _narrowed(answer[1], call.queries, -1)
             pull_lse = None if pulls[1] is None else _narrowed(pulls[1], call.queries, -1)
-            made = partial_call.differentiate(
+            gradients = partial_call.differentiate(
                 _parts((query, *keys), call, axis), call.window, terms, call.packing, (output, lse), (pull, pull_lse)
             )
-            query_sum.add(made.query, call.queries)
-            key_sums[0].add(made.key, call.keys)
-            key_sums[1].add(made.value, call.keys)
-            if slopes_grad is not None and made.slopes is not None:
-                slopes_grad = slopes_grad + made.slopes
-        gradients = [total.result(tensor) for total, tensor in zip(key_sums, keys, strict=True)]
-        begun = Return(ranks, plan.schedule.hops[number], plan.indices[number], gradients, own, axis)
+            query_sum.add(gradients.query, call.queries)
+            key_sums[0].add(gradients.key, call.keys)
+            key_sums[1].add(gradients.value, call.keys)
+            if slopes_grad is not None and gradients.slopes is not None:
+                slopes_grad = slopes_grad + gradients.slopes
+        totals = [total.result(tensor) for total, tensor in zip(key_sums, keys, strict=True)]
+        begun = Return(ranks, plan.schedule.hops[number], plan.indices[number], totals, own, axis)
         if returning is not None:
             _collect(*returning, own_sums, plan)
         returning = number, begun

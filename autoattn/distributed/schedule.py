@@ -115,12 +115,12 @@ def _ring(split: Split, rank: int, reach: Reach) -> Iterable[Hop]:
     """
     for away in range(split.ranks):
         source, target = (rank - away) % split.ranks, (rank + away) % split.ranks
-        found, spans = _seen_of(split, rank, source, reach)
+        seen, spans = _seen_of(split, rank, source, reach)
         _, needed = _seen_of(split, target, rank, reach)
         yield Hop(
             sources=(Transfer(rank=source, spans=spans),) if spans else (),
             targets=(Transfer(rank=target, spans=needed),) if needed else (),
-            calls=rectangles.grouped(found),
+            calls=rectangles.grouped(seen),
         )
 
 
@@ -128,13 +128,13 @@ def _ring(split: Split, rank: int, reach: Reach) -> Iterable[Hop]:
 def _seen_of(split: Split, rank: int, source: int, reach: Reach) -> tuple[tuple[Rectangle, ...], tuple[Span, ...]]:
     """What a rank's queries see of a source's keys, and the spans of these; they count among those of the spans."""
     queries, keys = (sharding.by_document(split.layout[each]) for each in (rank, source))
-    found = [
+    seen = [
         rectangle
         for document, pieces in queries.items()
         for rectangle in rectangles.between(pieces, keys.get(document, ()), reach)
     ]
-    spans = rectangles.united(rectangle.keys for rectangle in found)
-    return tuple(rectangle.moved(-_left_out(spans, rectangle.keys[0])) for rectangle in found), spans
+    spans = rectangles.united(rectangle.keys for rectangle in seen)
+    return tuple(rectangle.moved(-_left_out(spans, rectangle.keys[0])) for rectangle in seen), spans
 
 
 def _left_out(spans: Iterable[Span], place: int) -> int:
@@ -158,13 +158,13 @@ def _gathered(split: Split, rank: int, reach: Reach) -> Iterable[Hop]:
             calls=rectangles.grouped(_one_behind_the_other(hops)),
         )
         return
-    found, spans = _seen_in_order(split, rank, reach)
+    seen, spans = _seen_in_order(split, rank, reach)
     held = [(source, _shared(split, source, spans)) for source in range(split.ranks)]
     needed = [(target, _shared(split, rank, _seen_in_order(split, target, reach)[1])) for target in range(split.ranks)]
     yield Hop(
         sources=_transfers(held),
         targets=_transfers(needed),
-        calls=rectangles.grouped(found),
+        calls=rectangles.grouped(seen),
         order=_order([segment for _, segments in held for segment in segments]),
     )
 
@@ -181,13 +181,13 @@ def _one_behind_the_other(hops: Iterable[Hop]) -> Iterable[Rectangle]:
 @lru_cache(maxsize=1024)
 def _seen_in_order(split: Split, rank: int, reach: Reach) -> tuple[tuple[Rectangle, ...], tuple[Span, ...]]:
     """What a rank's queries see of all keys in order, and the spans of these; rectangles count keys in the spans."""
-    found = []
+    seen = []
     for piece in split.layout[rank]:
         begin, end = split.offsets[piece.document : piece.document + 2]
         whole = Piece(document=piece.document, begin=begin, start=0, length=end - begin)
-        found += rectangles.between([piece], [whole], reach)
-    spans = rectangles.united(rectangle.keys for rectangle in found)
-    return tuple(rectangle.moved(-_left_out(spans, rectangle.keys[0])) for rectangle in found), spans
+        seen += rectangles.between([piece], [whole], reach)
+    spans = rectangles.united(rectangle.keys for rectangle in seen)
+    return tuple(rectangle.moved(-_left_out(spans, rectangle.keys[0])) for rectangle in seen), spans
 
 
 Segment: TypeAlias = tuple[int, int, int]  # first token on its rank, the same among all tokens, tokens

@@ -56,10 +56,10 @@ def attend(
         offsets = _offsets(split, query.device)
         longest = max((end - begin for begin, end in zip(split.offsets, split.offsets[1:], strict=False)), default=0)
         query, key, value = (each[0] for each in whole)
-        made = functional.packed_attention(
+        packed_answer = functional.packed_attention(
             query, key, value, offsets, offsets, longest, longest, return_lse=True, **words
         )
-        output, lse = made[0][None], made[1][None]
+        output, lse = packed_answer[0][None], packed_answer[1][None]
     else:
         output, lse = functional.attention(*whole, layout="bshd", return_lse=True, **words)
     output = _Exchange.apply(output, split, ranks, False)

@@ -82,21 +82,28 @@ def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _fingerprint(thing: Any, seen: set[int]) -> Any:
-    if thing is None or isinstance(thing, bool | int | float | str | torch.dtype | torch.device | torch.Size):
-        return type(thing), thing
-    if isinstance(thing, Tensor):
-        return id(thing), thing.data_ptr(), thing.dtype, thing.device, tuple(thing.shape), thing.stride()
-    if isinstance(thing, tuple | list):
-        return tuple(_fingerprint(part, seen) for part in thing)
-    if isinstance(thing, ModuleType) and _steady(thing.__name__):
-        return thing.__name__
-    if isinstance(thing, FunctionType):
-        if id(thing) in seen:
+def _fingerprint(captured: Any, seen: set[int]) -> Any:
+    if captured is None or isinstance(captured, bool | int | float | str | torch.dtype | torch.device | torch.Size):
+        return type(captured), captured
+    if isinstance(captured, Tensor):
+        return (
+            id(captured),
+            captured.data_ptr(),
+            captured.dtype,
+            captured.device,
+            tuple(captured.shape),
+            captured.stride(),
+        )
+    if isinstance(captured, tuple | list):
+        return tuple(_fingerprint(part, seen) for part in captured)
+    if isinstance(captured, ModuleType) and _steady(captured.__name__):
+        return captured.__name__
+    if isinstance(captured, FunctionType):
+        if id(captured) in seen:
             return "again"
-        seen.add(id(thing))
-        return thing.__code__, tuple(_fingerprint(part, seen) for part in _inside(thing))
-    raise UnknownError(repr(type(thing)))
+        seen.add(id(captured))
+        return captured.__code__, tuple(_fingerprint(part, seen) for part in _inside(captured))
+    raise UnknownError(repr(type(captured)))
 
 
 def _inside(function: FunctionType) -> list[Any]:

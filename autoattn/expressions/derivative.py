@@ -156,8 +156,8 @@ def _node(act: str, *parts: Node) -> Node:
     return Node(act=act, kind=kind, parts=parts, asks=frozenset[str]().union(*(part.asks for part in parts)))
 
 
-def _plus(one: Node | None, other: Node | None) -> Node | None:
-    return one if other is None else other if one is None else _node("+", one, other)
+def _plus(left: Node | None, right: Node | None) -> Node | None:
+    return left if right is None else right if left is None else _node("+", left, right)
 
 
 def _minus(node: Node | None) -> Node | None:

@@ -172,7 +172,7 @@ class Expression:
 
         products = (node.parts for node in self._nodes() if node.act in ("*", "/"))
         return any(
-            "kv_idx" in one.asks and reads_number(other) for pair in products for one, other in (pair, pair[::-1])
+            "kv_idx" in left.asks and reads_number(right) for pair in products for left, right in (pair, pair[::-1])
         )
 
     def calls(self, *functions: str) -> bool:

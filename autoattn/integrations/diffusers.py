@@ -71,10 +71,10 @@ def register() -> Registration:
         ) from None
     registry: Any = getattr(dispatch, "_AttentionBackendRegistry", None)
     backends, names = getattr(registry, "_backends", {}), getattr(registry, "_supported_arg_names", {})
-    found = [backend for backend in backends if getattr(backend, "value", backend) == BACKEND]
-    if not found or not ARGUMENTS.issubset(names.get(found[0], ())):
+    native = [backend for backend in backends if getattr(backend, "value", backend) == BACKEND]
+    if not native or not ARGUMENTS.issubset(names.get(native[0], ())):
         raise HostError(
             f"the diffusers backend needs a release whose backend {BACKEND!r} takes {', '.join(sorted(ARGUMENTS))}, "
             "got one that does not; install diffusers 0.35 or newer, or run the model in a block of autoattn.use()"
         )
-    return Registration(backends, found[0])
+    return Registration(backends, native[0])

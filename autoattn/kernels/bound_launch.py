@@ -288,15 +288,15 @@ class Maps(dict[int, Any]):
         self.axes, self.encode = axes, encode
 
     def __missing__(self, address: int) -> Any:
-        made = self.encode(address, *self.axes)
+        tensor_map = self.encode(address, *self.axes)
         with _writing:
             if len(filled_maps) >= MOST_MAPS:  # calls on ever new addresses, or ever new shapes
                 for maps in {id(maps): maps for maps in filled_maps}.values():
                     maps.clear()
                 filled_maps.clear()
             filled_maps.append(self)
-            self[address] = made
-        return made
+            self[address] = tensor_map
+        return tensor_map
 
 
 filled_maps: list[Maps] = []  # one for each encoded descriptor: where it is

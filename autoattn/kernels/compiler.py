@@ -208,26 +208,26 @@ def load(source: Source, device: torch.device, *, ptx_arch: int | None = None) -
         CompileError: the compiler refused, or the kernel does not fit the card.
     """
     module = _imported(source)
-    told = manifest.of(module)
+    facts = manifest.of(module)
     if device.type == "cpu":
-        return _interpreted(source, module, told, device)
+        return _interpreted(source, module, facts, device)
     import torch
 
     if device.index is None:  # launches ask for the stream of a numbered device
         device = torch.device(device.type, torch.cuda.current_device())
-    if told.parts:
-        parts = [replace(_ready(source, module, device, ptx_arch, name), name=name) for name in told.parts]
+    if facts.parts:
+        parts = [replace(_ready(source, module, device, ptx_arch, name), name=name) for name in facts.parts]
         return of_parts(parts)
     before = None
-    if told.grid_before is not None:
+    if facts.grid_before is not None:
         before = _ready(source, module, device, ptx_arch, source.name + BEFORE)
     return replace(_ready(source, module, device, ptx_arch, source.name), before=before)
 
 
-def _interpreted(source: Source, module: ModuleType, told: Manifest, device: torch.device) -> Kernel:
+def _interpreted(source: Source, module: ModuleType, facts: Manifest, device: torch.device) -> Kernel:
     """A kernel for the interpreter of its language."""
     # Both import numpy; compilers need none.
-    if told.language is Language.GLUON:
+    if facts.language is Language.GLUON:
         from autoattn.kernels.gluon_interpreter import module_loader
 
         assert module.__file__ is not None
@@ -237,9 +237,9 @@ def _interpreted(source: Source, module: ModuleType, told: Manifest, device: tor
 
         interpreter.repair()
     kernel = Kernel(source=source, module=module, compiled=None, device=device, sm_count=1)
-    if told.grid_before is not None:
+    if facts.grid_before is not None:
         kernel = replace(kernel, before=replace(kernel, name=source.name + BEFORE))
-    return replace(kernel, parts=tuple(replace(kernel, name=name) for name in told.parts))
+    return replace(kernel, parts=tuple(replace(kernel, name=name) for name in facts.parts))
 
 
 def of_parts(parts: Sequence[Kernel]) -> Kernel:

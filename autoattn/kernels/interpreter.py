@@ -98,8 +98,8 @@ def _comparison_spoils_masks() -> bool:
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder
-    one = builder.get_int32(1)
-    mask = builder.create_splat(tl.block_type(tl.int1, [1]), builder.create_icmpEQ(one, one))
+    number = builder.get_int32(1)
+    mask = builder.create_splat(tl.block_type(tl.int1, [1]), builder.create_icmpEQ(number, number))
     return mask.data.dtype != np.bool_ and _store_refuses(mask.data)
 
 

@@ -102,15 +102,15 @@ def _picked(tensor: Tensor, begin: int, segments: int, size: int, offset: int, r
     return tokens.unflatten(3, (tensor.shape[2] // group, group))[:, :, :, offset::rate]
 
 
-def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _merged(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Two outputs [batch, seq, heads, head_dim_v] and LSEs [batch, seq, heads, 1] as of one softmax, in float32."""
-    highest = torch.maximum(one[1], other[1]).detach()
+    highest = torch.maximum(left[1], right[1]).detach()
     highest = highest.masked_fill(highest == -math.inf, 0.0)
-    weights, weights_other = torch.exp(one[1] - highest), torch.exp(other[1] - highest)
+    weights, weights_other = torch.exp(left[1] - highest), torch.exp(right[1] - highest)
     total = weights + weights_other
     blind = total == 0.0  # neither sees a key
     total = total.masked_fill(blind, 1.0)
-    output = (one[0] * weights + other[0] * weights_other) / total
+    output = (left[0] * weights + right[0] * weights_other) / total
     return output, (highest + torch.log(total)).masked_fill(blind, -math.inf)
 
 

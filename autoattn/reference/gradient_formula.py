@@ -105,12 +105,14 @@ def differentiated(
     sums = {name: torch.zeros_like(leaf, dtype=torch.float64) for name, leaf in leaves.items()}
     for rows in chunks(operands, dtype):
         if low and saved.lse_grad is None:
-            made: tuple[Tensor, ...] = (attention_formula.low_precision(problem, operands, rows=rows, origin=origin),)
+            outputs: tuple[Tensor, ...] = (
+                attention_formula.low_precision(problem, operands, rows=rows, origin=origin),
+            )
         else:
-            made = attention_formula.attention(problem, operands, dtype=dtype, rows=rows, origin=origin)
+            outputs = attention_formula.attention(problem, operands, dtype=dtype, rows=rows, origin=origin)
         pulls = (saved.output_grad, saved.lse_grad) if saved.lse_grad is not None else (saved.output_grad,)
-        pulls = tuple(pull[:, :, rows].to(tensor.dtype) for tensor, pull in zip(made, pulls, strict=False))
-        grads = torch.autograd.grad(made[: len(pulls)], list(leaves.values()), pulls)
+        pulls = tuple(pull[:, :, rows].to(tensor.dtype) for tensor, pull in zip(outputs, pulls, strict=False))
+        grads = torch.autograd.grad(outputs[: len(pulls)], list(leaves.values()), pulls)
         for total, grad in zip(sums.values(), grads, strict=True):
             total += grad
     return Gradients(**{name.removeprefix("narrow_"): total for name, total in sums.items()})

@@ -92,7 +92,7 @@ def make(
     examples: dict[str, Any] = {
         number.name: number.example for number in NUMBERS if getattr(modifiers, number.modifier)
     }
-    made = Operands(
+    operands = Operands(
         query=query,
         key=key,
         value=value,
@@ -115,7 +115,7 @@ def make(
         mask_captures=_captured(problem, problem.mask.mod, MASK_NAMES, device, generator),
         score_captures=_captured(problem, modifiers.score_mod, SCORE_NAMES, device, generator),
     )
-    return outgrown(made) if scores is Scores.OUTGROWN else made
+    return outgrown(operands) if scores is Scores.OUTGROWN else operands
 
 
 def outgrown(operands: Operands) -> Operands:

@@ -132,7 +132,7 @@ def _place(percent: float) -> str:
 
 def environment(*, autoescape: bool = False, finalize: Callable[[object], object] | None = None) -> jinja2.Environment:
     """Where templates find their files and the words for figures."""
-    made = jinja2.Environment(
+    jinja_environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -141,7 +141,7 @@ def environment(*, autoescape: bool = False, finalize: Callable[[object], object
         autoescape=autoescape,
         finalize=finalize,
     )
-    made.filters.update(
+    jinja_environment.filters.update(
         us=figures.microseconds,
         rate=figures.tflops,
         times=figures.times,
@@ -168,4 +168,4 @@ def environment(*, autoescape: bool = False, finalize: Callable[[object], object
         finals_columns=finals_table.columns,
         time_or_none=baseline.words_of,
     )
-    return made
+    return jinja_environment

@@ -45,10 +45,10 @@ class Comparison:
 def compare(folder: str, before: Iterable[CacheFile], after: Iterable[CacheFile]) -> Comparison:
     """The changes from the entries of `folder` to those of a report."""
     before, after = list(before), list(after)
-    found = inventory.differences(before, after)
-    changes = [_change(difference) for difference in found]
+    differences = inventory.differences(before, after)
+    changes = [_change(difference) for difference in differences]
     changes.sort(key=lambda change: (KINDS.index(change.kind), -(change.ratio or 0.0)))
-    changed = sum(difference.second is not None for difference in found)
+    changed = sum(difference.second is not None for difference in differences)
     return Comparison(folder=folder, changes=tuple(changes), same=sum(len(file.entries) for file in after) - changed)
 
 

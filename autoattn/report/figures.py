@@ -98,19 +98,19 @@ def lead_over(entry: CacheEntry, rival: Rival) -> float | Interval:
     return rival.lead if rival.lead is not None else lead(entry, rival)
 
 
-def even(one: float | Interval) -> bool:
+def even(ratio: float | Interval) -> bool:
     """Whether an interval holds 1, so that nobody is known to be faster."""
-    return isinstance(one, Interval) and one.low <= 1.0 <= one.high
+    return isinstance(ratio, Interval) and ratio.low <= 1.0 <= ratio.high
 
 
-def middle(one: float | Interval) -> float:
+def middle(ratio: float | Interval) -> float:
     """The ratio itself."""
-    return one.ratio if isinstance(one, Interval) else one
+    return ratio.ratio if isinstance(ratio, Interval) else ratio
 
 
-def standing(one: float | Interval) -> str:
+def standing(ratio: float | Interval) -> str:
     """Whether a kernel with such a lead is faster, in a word for the page's colours; "" when nobody is."""
-    return "" if even(one) else "good" if middle(one) > 1.0 else "bad"
+    return "" if even(ratio) else "good" if middle(ratio) > 1.0 else "bad"
 
 
 def best_rival(entry: CacheEntry) -> tuple[str, float, str] | None:

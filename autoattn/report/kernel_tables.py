@@ -93,7 +93,7 @@ def cell(row: Row, name: str) -> str:
     return figures.tflops(row.tflops(peer)) if peer.timed else peer.state.value
 
 
-def told(run: Run) -> list[tuple[str, str, int]]:
+def remarks(run: Run) -> list[tuple[str, str, int]]:
     """(contestant, what is the matter, rows) of all that was not compared, or not quite; missing peers first."""
     counted: Counter[tuple[str, str]] = Counter()
     for row in run.rows:
@@ -120,13 +120,13 @@ def clock(row: Row) -> str:
 
 def markdown_text(run: Run) -> str:
     """Header, table, standings, what was not compared, kernels and clocks."""
-    made = report.environment(finalize=report.markdown_cell)
-    made.filters.update(ran=ran, cell=cell, clock=clock, spread=_spread, precise=precise)
-    return made.get_template("comparison.md.j2").render(
+    templating = report.environment(finalize=report.markdown_cell)
+    templating.filters.update(ran=ran, cell=cell, clock=clock, spread=_spread, precise=precise)
+    return templating.get_template("comparison.md.j2").render(
         run=run,
         best=against_best(run.rows),
         each=against_each(run.rows),
-        told=told(run),
+        remarks=remarks(run),
         shown=[name for name in run.peers if name not in run.missing],
         graph=Timing.GRAPH,
         backward=Op.BACKWARD,

@@ -48,7 +48,7 @@ def milliseconds(row: Row, part: Part) -> str:
     return f"{time.ms:.{digits}f}{' g' if time.graph else ''}"
 
 
-def told(row: Row) -> str:
+def line(row: Row) -> str:
     """A row on one line: its times and memory, or why it has none."""
     if not row.times:
         return f"{row.state.value}, {row.detail}"
@@ -63,14 +63,14 @@ def mebibytes(count: int | None) -> str:
 
 def markdown_text(run: Run) -> str:
     """Header, tables of times and of memory, and what has no numbers with the reason."""
-    made = report.environment(finalize=report.markdown_cell)
-    made.filters.update(tokens=tokens, ms=milliseconds, mib=mebibytes)
+    templating = report.environment(finalize=report.markdown_cell)
+    templating.filters.update(tokens=tokens, ms=milliseconds, mib=mebibytes)
     peers = [whose for whose in run.options.attention if whose is not Whose.OURS]
 
     def ratio(rows: list[Row], whose: Whose, part: Part) -> str:
         return figures.times(over_ours(rows, whose, part))
 
-    return made.get_template("passes.md.j2").render(
+    return templating.get_template("passes.md.j2").render(
         run=run, fenced=report.fenced, tables=list(Table), parts=list(Part), others=peers, ratio=ratio,
         whose=run.options.attention,
     )  # fmt: skip

@@ -21,7 +21,7 @@ class Strip:
     """How a problem's rivals stand, on the scale that all problems of a section share."""
 
     marks: tuple[Mark, ...]
-    one: float  # percent, where the kernel itself stands
+    kernel_at: float  # percent, where the kernel itself stands
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ def strips(entries: Sequence[CacheEntry]) -> Strips | None:
         of={
             key: Strip(
                 marks=tuple(_rival(name, lead, scale, *styles[name]) for name, lead in rivals.items()),
-                one=scale.at(1.0),
+                kernel_at=scale.at(1.0),
             )
             for key, rivals in leads.items()
         },

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from autoattn.runtime.plan.planner import Plan
 
-Made: TypeAlias = tuple[Tensor, Tensor | None]  # output and LSE, as a kernel sees them
+Computed: TypeAlias = tuple[Tensor, Tensor | None]  # output and LSE, as a kernel sees them
 Answer: TypeAlias = Tensor | tuple[Tensor, Tensor]
 _repeats = torch_private.are_gradients_deterministic
 _FLOAT32 = torch.float32
@@ -41,7 +41,7 @@ _SCRATCH_PLACE = forward.POINTERS.index("scratch_ptr")  # the first of three tha
 
 
 def prepare(
-    call_key: Key | None, tensors: tuple[Tensor, ...], call: Call, plan: Plan, made: Made, answer: Answer
+    call_key: Key | None, tensors: tuple[Tensor, ...], call: Call, plan: Plan, computed: Computed, answer: Answer
 ) -> None:
     """Keeps in the call cache what answers the next call of a key, where that is possible.
 
@@ -56,9 +56,9 @@ def prepare(
     if plan.captured is not None:
         prepared = _by_either(call_key, tensors, call, plan)
     elif (both := plan.passes(call.problem)) is not None:
-        prepared = _by_both(both, tensors, call, made[0], answer)
+        prepared = _by_both(both, tensors, call, computed[0], answer)
     elif plan.kernel is not None:
-        prepared = _by_kernel(plan.kernel, call, made, answer)
+        prepared = _by_kernel(plan.kernel, call, computed, answer)
     else:
         switched = plan.repeats and not _repeats()  # in both passes, which takes more than a call
         prepared = None if switched else _by_pytorch(call_key, tensors, call, plan.explanation.route)
@@ -218,7 +218,7 @@ class KernelCall:
             recompute_counter.note(scratch[forward.FLAGS : forward.FLAGS + self.tiles])
 
 
-def _by_kernel(kernel: Kernel, call: Call, made: Made, answer: Answer) -> KernelCall | None:
+def _by_kernel(kernel: Kernel, call: Call, computed: Computed, answer: Answer) -> KernelCall | None:
     output, lse = (answer, None) if isinstance(answer, Tensor) else answer
     if kernel.compiled is None:  # Triton's interpreter compiles nothing
         return None
@@ -231,7 +231,7 @@ def _by_kernel(kernel: Kernel, call: Call, made: Made, answer: Answer) -> Kernel
         zeros=0 if needed is None else needed[1],
         tiles=forward.tiles(kernel, call.problem, query),
         partials=forward.partials(kernel, call.problem, query),
-        launch=forward.bind(kernel, call.problem, call.operands, *made),
+        launch=forward.bind(kernel, call.problem, call.operands, *computed),
         others=others,
         places=_places(others),
     )

@@ -64,7 +64,7 @@ class _Choice:
     plan: Plan
     prepared: PreparedCall  # of one of its calls
     judgements: tuple[Judgement, ...]  # of its kernels
-    asked: frozenset[str]  # the sizes that these ask for
+    sizes_read: frozenset[str]  # by their rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -234,8 +234,8 @@ def remember(sized: SizedKey | None, call: Call, plan: Plan) -> None:
     if family.known is not None:
         family.known.note(plan)
     judgements = _judgements_of(call, plan)
-    asked = frozenset().union(*(judgement.asked for judgement in judgements))
-    family.keep(of_class, _Choice(plan=plan, prepared=prepared, judgements=judgements, asked=asked))
+    sizes_read = frozenset().union(*(judgement.sizes_read for judgement in judgements))
+    family.keep(of_class, _Choice(plan=plan, prepared=prepared, judgements=judgements, sizes_read=sizes_read))
 
 
 def _speaks_for(plan: Plan, of_class: Sizes) -> bool:
@@ -266,7 +266,7 @@ def _class_of(sizes: Sizes) -> Sizes:
 
 def _may_run(choice: _Choice, problem: Problem) -> bool:
     """Whether the kernels of a class are feasible at these sizes."""
-    sizes = size_facts(problem, choice.asked)
+    sizes = size_facts(problem, choice.sizes_read)
     return all(judgement.why_not(sizes) is None for judgement in choice.judgements)
 
 

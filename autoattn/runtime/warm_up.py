@@ -117,13 +117,13 @@ class _Choice:
 
     def ready(self, source: Source, precompiled: str = "") -> WarmKernel:
         """A kernel is compiled, now or before."""
-        return self._told(source.variant, self.refusals[0] if self.refusals else "", precompiled)
+        return self._outcome(source.variant, self.refusals[0] if self.refusals else "", precompiled)
 
     def nothing_left(self) -> WarmKernel:
         """No kernel is left: the compiler refused them all, or PyTorch's attention answers."""
-        return self._told(None, self.refusals[0] if self.refusals else self.need.explanation.reason)
+        return self._outcome(None, self.refusals[0] if self.refusals else self.need.explanation.reason)
 
-    def _told(self, variant: Variant | None, reason: str, precompiled: str = "") -> WarmKernel:
+    def _outcome(self, variant: Variant | None, reason: str, precompiled: str = "") -> WarmKernel:
         return WarmKernel(
             problem=self.need.problem,
             answer=self.need.answer,

@@ -149,6 +149,6 @@ def why_no_space(problem: Problem, device: Device) -> str:
     return "; ".join(reason for reason in reasons if reason is not None)
 
 
-def digests(found: Iterable[SearchSpace]) -> dict[str, str]:
+def digests(spaces: Iterable[SearchSpace]) -> dict[str, str]:
     """Template -> digest of its search space."""
-    return {space.template: space.digest for space in found}
+    return {space.template: space.digest for space in spaces}

@@ -77,14 +77,14 @@ def rank(
     rejected: dict[Variant, tuple[Outcome, str]] = {}
     while coming and len(passed) <= CANDIDATES and len(unknown) <= CANDIDATES:
         if set(passed) | set(unknown) <= {default}:  # the default, and who may win
-            asked, coming = coming[:2], coming[2:]
+            batch, coming = coming[:2], coming[2:]
         else:
             # A rehearsal takes seconds: runners-up are of structures that were rehearsed before.
-            asked = [trial for trial in coming if known(trial.variant)][: 1 + CANDIDATES - len(passed)]
-            coming = [trial for trial in coming if trial not in asked]
-            if not asked:
+            batch = [trial for trial in coming if known(trial.variant)][: 1 + CANDIDATES - len(passed)]
+            coming = [trial for trial in coming if trial not in batch]
+            if not batch:
                 break
-        for trial, check in zip(asked, _checks(asked, verified, rehearse), strict=True):
+        for trial, check in zip(batch, _checks(batch, verified, rehearse), strict=True):
             if check.outcome is not Outcome.OK:
                 rejected[trial.variant] = check.outcome, check.words
             if check.outcome in (Outcome.OK, Outcome.INTERPRETER_CRASH):

@@ -34,7 +34,7 @@ DOCUMENT = 4096  # tokens of a packed sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class GroupMeasurements:
     """What the first rank tells."""
 
     link: Link
@@ -59,28 +59,30 @@ def check(ranks: int, card: Device, *, measured: bool) -> None:
         )
 
 
-def tune(calls: Sequence[RankCall], card: Device, ranks: int, cache: Path) -> tuple[Path, RankChoices, Found]:
+def tune(
+    calls: Sequence[RankCall], card: Device, ranks: int, cache: Path
+) -> tuple[Path, RankChoices, GroupMeasurements]:
     """Measures calls over so many cards of this machine, and keeps the choices in a cache folder.
 
     Raises:
         GroupError: a rank ended.
         CacheError: the folder cannot be written.
     """
-    found = measure(calls, ranks, "nccl")
+    measurements = measure(calls, ranks, "nccl")
     choices = RankChoices(
         schema=rank_choices.SCHEMA,
         device=card.name,
         fingerprint=card.fingerprint,
         ranks=ranks,
-        link=found.link,
-        communication_sms=found.communication_sms,
+        link=measurements.link,
+        communication_sms=measurements.communication_sms,
         versions=versions(on_card=True),
-        choices=found.choices,
+        choices=measurements.choices,
     )
-    return rank_choices.merge(cache, card, choices), choices, found
+    return rank_choices.merge(cache, card, choices), choices, measurements
 
 
-def measure(calls: Sequence[RankCall], ranks: int, backend: str) -> Found:
+def measure(calls: Sequence[RankCall], ranks: int, backend: str) -> GroupMeasurements:
     """What ranks in processes of their own find.
 
     Args:
@@ -89,10 +91,10 @@ def measure(calls: Sequence[RankCall], ranks: int, backend: str) -> Found:
     Raises:
         GroupError: a rank ended.
     """
-    return rank_processes.run(partial(found_by, calls=tuple(calls)), ranks, backend, Found)
+    return rank_processes.run(partial(measured_by, calls=tuple(calls)), ranks, backend, GroupMeasurements)
 
 
-def found_by(timer: RankTimer, calls: Sequence[RankCall]) -> Found:
+def measured_by(timer: RankTimer, calls: Sequence[RankCall]) -> GroupMeasurements:
     """What the ranks of a group find together."""
     return Measurement(timer=timer).of(calls)
 
@@ -113,7 +115,7 @@ class Measurement:
         """Where this process computes."""
         return self.timer.device
 
-    def of(self, calls: Sequence[RankCall]) -> Found:
+    def of(self, calls: Sequence[RankCall]) -> GroupMeasurements:
         """Link, choices, and the SMs that communication does best with, by the call of the most tokens."""
         link = self.link()
         choices: list[RankChoice] = []
@@ -130,7 +132,7 @@ class Measurement:
                 sms = self.communication_sms(longest)
             except (RuntimeError, AttributeError) as error:  # of a PyTorch whose NCCL takes no limit
                 refused["limits of NCCL's SMs"] = f"{type(error).__name__}: {error}".partition("\n")[0]
-        return Found(link=link, choices=tuple(choices), refused=refused, communication_sms=sms)
+        return GroupMeasurements(link=link, choices=tuple(choices), refused=refused, communication_sms=sms)
 
     def link(self) -> Link:
         """Each rank sends to the next one while it receives from the one before."""
@@ -151,15 +153,15 @@ class Measurement:
 
     def methods(self, call: RankCall) -> tuple[dict[Method, float], dict[str, str]]:
         """Microseconds of the methods that compute a call, and why the others do not."""
-        made, refused = {}, {}
+        attempts, refused = {}, {}
         for method in Method:
             attempt = self.attention(call, method, self.ranks.group)
             try:
                 attempt()
-                made[method.value] = attempt
+                attempts[method.value] = attempt
             except (AutoattnError, torch.OutOfMemoryError) as error:  # on all ranks alike
                 refused[method.value] = f"{type(error).__name__}: {error}".partition("\n")[0]
-        times = self.timer.times(made)
+        times = self.timer.times(attempts)
         return {Method(name): _tidy(each.seconds * 1e6) for name, each in times.items()}, refused
 
     def communication_sms(self, choice: RankChoice) -> int | None:

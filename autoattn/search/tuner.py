@@ -131,7 +131,9 @@ class _All:
                     first = self._first_beside(groups, active, begun)
                     if any(place < first for place in active):
                         break
-                    related = self.problems[:first] if self.measured else [self.problems[one] for one in groups[begun]]
+                    related = (
+                        self.problems[:first] if self.measured else [self.problems[number] for number in groups[begun]]
+                    )
                     active[begun] = self._steps(begun, groups[begun], related)
                     stack.callback(active[begun].close)
                     begun += 1

@@ -94,35 +94,39 @@ class Verifier:
     def verified(self, entry: CacheEntry) -> Verification:
         """What became of an entry."""
         if (stale := self._why_stale(entry)) is not None:
-            return self._found(entry, Finding.STALE, stale)
+            return self._verification(entry, Finding.STALE, stale)
         # Ahead of the check on the card, else the GPU's worker compiles.
         runners_up = self.shop.alone(self.compiling(entry)) if self.shop.measured else []
         checked = self.shop.check(entry.problem, entry.variant)
         if isinstance(checked, Failure):
-            return self._found(entry, _finding_of(checked), f"{checked.outcome.value}: {checked.detail}")
+            return self._verification(entry, _finding_of(checked), f"{checked.outcome.value}: {checked.detail}")
         if not isinstance(checked, Screened):
             detail = f"digests agree; {checked.checks} checks of its structure in the interpreter"
-            return self._found(entry, *((Finding.SAME, detail) if checked.ok else (Finding.WRONG, checked.reason)))
+            return self._verification(
+                entry, *((Finding.SAME, detail) if checked.ok else (Finding.WRONG, checked.reason))
+            )
         if entry.evidence is Evidence.PREDICTED:
             detail = f"{checked.verdict.checks} checks on the GPU; predicted, and not measured yet"
-            return self._found(entry, Finding.SAME, f"{detail}: {checked.median_us:.1f} us at a first look")
+            return self._verification(entry, Finding.SAME, f"{detail}: {checked.median_us:.1f} us at a first look")
         result = self.shop.alone(
             self.shop.final(
                 entry.problem, [entry.variant, *runners_up], seconds=PROFILES[Effort.QUICK].final_seconds, seed=0
             )
         )
         if isinstance(result, Failure):
-            return self._found(entry, _finding_of(result), f"{result.outcome.value} at full size: {result.detail}")
+            return self._verification(
+                entry, _finding_of(result), f"{result.outcome.value} at full size: {result.detail}"
+            )
         if not result.verdicts[0].ok:
-            return self._found(entry, Finding.WRONG, f"at full size: {result.verdicts[0].reason}")
+            return self._verification(entry, Finding.WRONG, f"at full size: {result.verdicts[0].reason}")
         if entry.variant.as_dict().get("softmax") == template_facts.FIRST_MAX:
             worst = self.shop.alone(self.shop.outgrow(entry.problem, entry.variant, seed=0))
             if isinstance(worst, Failure):
-                return self._found(
+                return self._verification(
                     entry, _finding_of(worst), f"in its worst case, {worst.outcome.value}: {worst.detail}"
                 )
         outcome = met(entry, result, runners_up)
-        return replace(self._found(entry, outcome.finding, outcome.detail), choice=outcome.choice)
+        return replace(self._verification(entry, outcome.finding, outcome.detail), choice=outcome.choice)
 
     def compiling(self, entry: CacheEntry) -> Steps[list[Variant]]:
         """Compiles an entry's kernel and its runners-up; gives those runners-up that there still are."""
@@ -154,7 +158,7 @@ class Verifier:
             return str(error)
         return f"infeasible by now: {reason}" if reason is not None else None
 
-    def _found(self, entry: CacheEntry, finding: Finding, detail: str) -> Verification:
+    def _verification(self, entry: CacheEntry, finding: Finding, detail: str) -> Verification:
         changes = [
             f"{name} {entry.versions[name]} -> {version}"
             for name, version in self.versions.items()

@@ -279,9 +279,9 @@ def _empty_slopes(case: Case) -> Tensor | None:
     return slopes.new_full((batch + 1, heads), math.nan)[:batch]
 
 
-def errors(found: Gradients, case: Case) -> tuple[float, float]:
+def errors(gradients: Gradients, case: Case) -> tuple[float, float]:
     """Largest and root mean square error of the three gradients, as `joined` makes one of them."""
-    largest, mean, _ = joined(errors_by_name(found, case), case)
+    largest, mean, _ = joined(errors_by_name(gradients, case), case)
     return largest, mean
 
 
@@ -296,10 +296,10 @@ def joined(each: Mapping[str, tuple[float, float]], case: Case) -> tuple[float, 
     return max(scale * error for scale, error, _ in scaled), max(scale * mean for scale, _, mean in scaled), most
 
 
-def errors_by_name(found: Gradients, case: Case) -> dict[str, tuple[float, float]]:
+def errors_by_name(gradients: Gradients, case: Case) -> dict[str, tuple[float, float]]:
     """Largest and root mean square error of each gradient, at the compared places."""
     off = [
-        replace(part, numbers=(getattr(found, part.name)[part.index].double() - part.numbers).abs())
+        replace(part, numbers=(getattr(gradients, part.name)[part.index].double() - part.numbers).abs())
         for part in case.expected
     ]
     whole = {name: errors.nan_to_num(nan=math.inf) for name, errors in gradient_formula.joined(off).items()}

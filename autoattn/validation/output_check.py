@@ -304,8 +304,8 @@ def same_wild(output: Tensor, expected: Tensor) -> bool:
     return all(bool(torch.equal(test(output), test(expected))) for test in tests)
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(_tame(one), _tame(other)) and same_wild(one, other)
+def _same(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(_tame(left), _tame(right)) and same_wild(left, right)
 
 
 def _tame(tensor: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from autoattn.codegen import resources
 from autoattn.core.rank_choice import Link, Method, RankCall, RankChoice
 from autoattn.errors import CacheError, HostError
 from autoattn.search import rank_tuning, search_options, tuner
-from autoattn.search.rank_tuning import Found
+from autoattn.search.rank_tuning import GroupMeasurements
 from autoattn.search.search_options import Progress
 
 # Tune
@@ -362,11 +362,11 @@ def test_choices_over_ranks_are_told_and_kept(autoattn: Run, monkeypatch: pytest
     set_device(monkeypatch, samples.H200)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
-    def measure(calls: Sequence[RankCall], ranks: int, backend: str) -> Found:
+    def measure(calls: Sequence[RankCall], ranks: int, backend: str) -> GroupMeasurements:
         times = {Method.RING: 1234.0, Method.ALLGATHER: 2345.0}
         made = [RankChoice(call=each, method=Method.RING, times_us=times) for each in calls]
         link = Link(bytes_per_second=3e11, latency_us=20.0)
-        return Found(link=link, choices=tuple(made), refused={"it by ulysses": "why"}, communication_sms=8)
+        return GroupMeasurements(link=link, choices=tuple(made), refused={"it by ulysses": "why"}, communication_sms=8)
 
     monkeypatch.setattr(rank_tuning, "measure", measure)
     code, out, _ = autoattn(*RANKS, "--cache", tmp_path)

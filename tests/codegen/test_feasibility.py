@@ -50,7 +50,7 @@ def test_a_judgement_names_the_rule_that_breaks_first(device: Device, problem: P
         seeds = [{**space.implied, **values} for _, values in space.seeds]
         for values in (params, rng.choice(seeds)):
             judgement = space.judgement_of(space.variant(values), problem, device)
-            specialised, rules = judgement.specialised(), shared.asked(judgement)
+            specialised, rules = judgement.specialised(), shared.rules_of(judgement)
             for one in (problem, resized):  # the second is judged by what was kept of the first
                 refusal = space.why_infeasible(space.variant(values), one, device) or ""
                 assert refusal == asked_one_by_one(space, values, one, device)
@@ -127,7 +127,7 @@ def test_judgements_share_a_rule_that_is_the_same_when_all_is_put_in() -> None:
 
     shared = SharedRules()
     first, alike, whole, other = (
-        shared.asked(judged(BLOCK_M=block_m, most=most))
+        shared.rules_of(judged(BLOCK_M=block_m, most=most))
         for block_m, most in ((64, 128), (64, 128), (64, 128.0), (32, 128))
     )
     assert alike is first, "equal parameters"

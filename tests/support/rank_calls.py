@@ -35,7 +35,7 @@ def measured(group: dist.ProcessGroup) -> Any:
     from autoattn.search import rank_processes, rank_tuning  # which bring optuna and more
 
     timer = rank_processes.RankTimer(ranks=ranks_of(group), device=torch.device("cpu"))
-    return rank_tuning.found_by(timer, MEASURED)
+    return rank_tuning.measured_by(timer, MEASURED)
 
 
 def bench_rows(group: dist.ProcessGroup) -> Any:

@@ -89,11 +89,11 @@ class StructuredMask:
         return function(*_expanded(args), **_expanded(kwargs or {}))
 
 
-def _sum(one: Any, other: Any) -> Tensor:
+def _sum(left: Any, right: Any) -> Tensor:
     """Scores and a mask, in either order; other sums are those of the tensors of all pairs."""
-    mask, scores = (one, other) if isinstance(one, StructuredMask) else (other, one)
+    mask, scores = (left, right) if isinstance(left, StructuredMask) else (right, left)
     if not isinstance(scores, Tensor) or not scores.is_floating_point():
-        return _expanded(one) + _expanded(other)
+        return _expanded(left) + _expanded(right)
     return scores.masked_fill(~mask.pairs(), torch.finfo(scores.dtype).min)
 
 

@@ -96,53 +96,57 @@ def allocate(shape: Sequence[int]) -> Mbarriers:
 
 def init(barrier: Mbarriers, count: Any) -> None:
     """mbarrier.init"""
-    one = barrier.only
-    if one.count:
-        raise SynchronizationError(f"{scheduler.here()} initialises {one.name} a second time without invalidating it")
-    one.count = one.pending = int(count)
-    one.phase = one.nbytes = 0
+    mbarrier = barrier.only
+    if mbarrier.count:
+        raise SynchronizationError(
+            f"{scheduler.here()} initialises {mbarrier.name} a second time without invalidating it"
+        )
+    mbarrier.count = mbarrier.pending = int(count)
+    mbarrier.phase = mbarrier.nbytes = 0
 
 
 def invalidate(barrier: Mbarriers) -> None:
     """mbarrier.inval"""
-    one = barrier.only
-    one.check_made("invalidates")
-    if one.copies:
-        raise SynchronizationError(f"{scheduler.here()} invalidates {one.name} while copies to it are under way")
-    one.count = 0
-    one.ended, one.arriving = Knowledge(), Knowledge()
+    mbarrier = barrier.only
+    mbarrier.check_made("invalidates")
+    if mbarrier.copies:
+        raise SynchronizationError(f"{scheduler.here()} invalidates {mbarrier.name} while copies to it are under way")
+    mbarrier.count = 0
+    mbarrier.ended, mbarrier.arriving = Knowledge(), Knowledge()
 
 
 def expect(barrier: Mbarriers, nbytes: Any, pred: Any = True) -> None:
     """mbarrier.arrive.expect_tx: one arrival, and more bytes to come before the phase ends."""
     if pred:
-        one = barrier.only
-        one.check_made("expects bytes at")
-        one.nbytes += int(nbytes)
-        one.arrive(1, scheduler.current().knowledge)
+        mbarrier = barrier.only
+        mbarrier.check_made("expects bytes at")
+        mbarrier.nbytes += int(nbytes)
+        mbarrier.arrive(1, scheduler.current().knowledge)
 
 
 def arrive(barrier: Mbarriers, *, count: Any = 1, pred: Any = True) -> None:
     """mbarrier.arrive, by one thread after all of its partition have met."""
     if pred:
-        one, knows = barrier.only, scheduler.current().knowledge
-        one.check_made("arrives at")
+        mbarrier, knows = barrier.only, scheduler.current().knowledge
+        mbarrier.check_made("arrives at")
         knows.settle()
-        one.arrive(int(count), knows)
+        mbarrier.arrive(int(count), knows)
 
 
 def wait(barrier: Mbarriers, phase: Any, pred: Any = True, deps: Sequence[Any] = ()) -> None:
     """mbarrier.try_wait.parity, until the phase of this parity has ended."""
     if not pred:
         return
-    one, parity, partition = barrier.only, int(phase), scheduler.current()
-    one.check_made("waits for")
+    mbarrier, parity, partition = barrier.only, int(phase), scheduler.current()
+    mbarrier.check_made("waits for")
     if parity not in (0, 1):
-        raise SynchronizationError(f"{scheduler.here()} waits for phase {parity} of {one.name}; a phase is 0 or 1")
+        raise SynchronizationError(f"{scheduler.here()} waits for phase {parity} of {mbarrier.name}; a phase is 0 or 1")
     line = scheduler.line()
-    partition.program.wait(partition, lambda: one.phase & 1 != parity, lambda: f"{one.awaited(parity)} (line {line})")
-    one.check_made("waits for")
-    partition.knowledge.learn(one.ended)
+    partition.program.wait(
+        partition, lambda: mbarrier.phase & 1 != parity, lambda: f"{mbarrier.awaited(parity)} (line {line})"
+    )
+    mbarrier.check_made("waits for")
+    partition.knowledge.learn(mbarrier.ended)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -83,16 +83,16 @@ def load(box: TensorDescriptor, coord: Sequence[Any], barrier: mbarriers.Mbarrie
     """cp.async.bulk.tensor from global to shared memory; its bytes count at the barrier when they have arrived."""
     if not pred:
         return
-    partition, one, begin = scheduler.current(), barrier.only, tuple(map(int, coord))
-    one.check_made("has a copy arrive at")
+    partition, mbarrier, begin = scheduler.current(), barrier.only, tuple(map(int, coord))
+    mbarrier.check_made("has a copy arrive at")
     _check_size(box, result)
     event = result.writes("loads by TMA")
     result.data.view(torch.uint8).fill_(POISON)
-    one.copies += 1
+    mbarrier.copies += 1
 
     def deliver() -> None:
         result.data.copy_(box.read(begin).view(result.data.shape))
-        one.complete(result.nbytes, event)
+        mbarrier.complete(result.nbytes, event)
 
     words = f"the copy of {box.name} that {scheduler.here()} asked for"
     partition.program.copies.append(Copy(words=words, deliver=deliver, owner=partition))

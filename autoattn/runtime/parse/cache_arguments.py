@@ -160,9 +160,9 @@ def with_scales(
     if not isinstance(key_cache, Tensor) or key_cache.dtype is not FLOAT8 or torch.compiler.is_compiling():
         return key_scale, value_scale
     if key_scale is None:
-        key_scale = _one(key_cache.device)
+        key_scale = _unit_scale(key_cache.device)
     if value_scale is None:
-        value_scale = key_scale if is_latent(key_cache, value_cache) else _one(key_cache.device)
+        value_scale = key_scale if is_latent(key_cache, value_cache) else _unit_scale(key_cache.device)
     return key_scale, value_scale
 
 
@@ -173,7 +173,7 @@ def with_all_scales(cache: CacheTensors) -> CacheTensors:
 
 
 @lru_cache(maxsize=64)
-def _one(device: torch.device) -> Tensor:
+def _unit_scale(device: torch.device) -> Tensor:
     """A scale of 1, which prepared calls and CUDA graphs keep reading.
 
     Raises:

@@ -110,15 +110,15 @@ def two_tensors() -> TensorError:
     )
 
 
-def contradiction(found: str | None, causal: Any, window: Any) -> TensorError:
+def contradiction(words: str | None, causal: Any, window: Any) -> TensorError:
     """The error of a call that says what is seen by a mask's words (None: a table) and by causal or window."""
     name, given = ("causal", causal) if causal is not False else ("window", window)
-    if found is None:
+    if words is None:
         return TensorError(
             f"a block table and {name} must not come together, got {name}={given!r}; say it in the mask's function"
         )
     return TensorError(
-        f"mask and {name} must not both say which keys a query sees, got mask={found!r} and {name}={given!r}; "
+        f"mask and {name} must not both say which keys a query sees, got mask={words!r} and {name}={given!r}; "
         "give one of them"
     )
 

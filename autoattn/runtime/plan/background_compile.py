@@ -27,10 +27,10 @@ def is_asked() -> bool:
     Raises:
         UsageError: the variable asks for something else.
     """
-    asked = os.environ.get(COLD) or WAIT
-    if asked not in (WAIT, BACKGROUND):
-        raise UsageError(f"{COLD} must be {WAIT} or {BACKGROUND}, got {asked!r:.60}; correct or unset it")
-    return asked == BACKGROUND
+    choice = os.environ.get(COLD) or WAIT
+    if choice not in (WAIT, BACKGROUND):
+        raise UsageError(f"{COLD} must be {WAIT} or {BACKGROUND}, got {choice!r:.60}; correct or unset it")
+    return choice == BACKGROUND
 
 
 def is_done(source: Source, arch: int) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from autoattn.baselines.pytorch_sdpa import BACKENDS, SDPA
 from autoattn.cache import availability, store
 from autoattn.codegen import feasibility, portfolio, search_space
-from autoattn.codegen.feasibility import AskedRules, DerivedFacts, FactValues, SharedRules
+from autoattn.codegen.feasibility import DerivedFacts, FactValues, SharedRules, SizeRules
 from autoattn.codegen.kind_seeds import KindSeeds
 from autoattn.codegen.search_space import SearchSpace
 from autoattn.core.cache_entry import KERNEL, CacheEntry
@@ -29,7 +29,7 @@ class Contender:
     unavailable: str  # why the installed Triton cannot compile its kernel, with the way out; else empty
     excluded: str | None  # why its kernel must not run here though its times hold; a default may be the same, or slower
     ordinary: bool  # neither of the two: where it cannot serve, it is as if it were not there
-    rules: AskedRules  # what its kernel asks of sizes
+    rules: SizeRules  # what its kernel asks of sizes
 
 
 class KindRules:
@@ -45,7 +45,7 @@ class KindRules:
         self._contenders: dict[int, Contender] = {}  # by the id of an entry
         self._worthless: dict[int, str | None] = {}  # likewise
         self._runners_up: dict[int, tuple[Contender, ...]] = {}  # likewise
-        self._of_variants: dict[Variant, AskedRules] = {}
+        self._of_variants: dict[Variant, SizeRules] = {}
         self._seeds: tuple[tuple[SearchSpace, KindSeeds], ...] | None = None  # once asked
 
     @property
@@ -102,7 +102,7 @@ class KindRules:
         rules = self._of_variants.get(variant)
         if rules is None:
             space = search_space.load(variant.template)
-            rules = self._shared.asked(space.judgement_of(variant, self._problem, self._device))
+            rules = self._shared.rules_of(space.judgement_of(variant, self._problem, self._device))
             self._of_variants[variant] = rules
         return feasibility.first_broken(rules, facts) is None
 
@@ -129,7 +129,7 @@ class KindRules:
         )
         return contender
 
-    def _rules_of(self, entry: CacheEntry) -> AskedRules:
+    def _rules_of(self, entry: CacheEntry) -> SizeRules:
         """What an entry's kernel asks of sizes; nothing where it cannot run at all."""
         problem = self._problem
         if entry.problem.deterministic and not problem.deterministic:  # gradients that repeat are as good as any
@@ -140,4 +140,4 @@ class KindRules:
         except UsageError as error:  # there is no such template by now, or its parameters are others
             return (), str(error)
         reason = space.why_unavailable()
-        return self._shared.asked(judgement) if reason is None else ((), reason)
+        return self._shared.rules_of(judgement) if reason is None else ((), reason)

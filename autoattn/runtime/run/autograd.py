@@ -23,12 +23,12 @@ from autoattn.runtime.run import recompute_counter
 from autoattn.tensors.operands import Gradients, Operands, Saved
 
 
-def launch(one: Pass, operands: Operands) -> tuple[Tensor, Tensor]:
+def launch(both: Pass, operands: Operands) -> tuple[Tensor, Tensor]:
     """The output [batch, heads_q, seq_q, head_dim_v] and the LSE, which the backward kernels read."""
     query = operands.query
-    output = forward.empty_output(one.problem, query)
+    output = forward.empty_output(both.problem, query)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    flags = forward.launch(one.forward, one.problem, operands, output, lse, counting=bool(recompute_counter.counting))
+    flags = forward.launch(both.forward, both.problem, operands, output, lse, counting=bool(recompute_counter.counting))
     if flags is not None:
         recompute_counter.note(flags)
     return output, lse
@@ -54,14 +54,14 @@ def differentiate(
     return gradients
 
 
-def attend(one: Pass, operands: Operands) -> tuple[Tensor, Tensor | None]:
+def attend(both: Pass, operands: Operands) -> tuple[Tensor, Tensor | None]:
     """The output [batch, heads_q, seq_q, head_dim_v], and the LSE where the backward kernels take its gradient."""
-    modifiers = one.backward_problem.modifiers
+    modifiers = both.backward_problem.modifiers
     bias = operands.narrow_bias if modifiers.bias is Bias.LEARNED else None
     slopes = operands.slopes if modifiers.learned_slopes else None
     three = operands.query, operands.key, operands.value
-    output, lse = _Attention.apply(*three, operands.sinks, bias, slopes, operands, one)
-    return output, lse if one.backward.source.traits.lse else None
+    output, lse = _Attention.apply(*three, operands.sinks, bias, slopes, operands, both)
+    return output, lse if both.backward.source.traits.lse else None
 
 
 class _Attention(torch.autograd.Function):
@@ -147,7 +147,9 @@ def differentiate_again(
     with torch.enable_grad():
         # Each a tensor of its own: query, key and value may be one, or be computed from one another.
         own_pulls, own_inputs = ([_apart(tensor) for tensor in tensors] for tensors in (pulls, inputs))
-        pairs = [(made, pull) for made, pull in zip(attend(*own_inputs), own_pulls, strict=True) if pull is not None]
+        pairs = [
+            (output, pull) for output, pull in zip(attend(*own_inputs), own_pulls, strict=True) if pull is not None
+        ]
         learners = [tensor for tensor in own_inputs if tensor is not None]
         outputs, given = zip(*pairs, strict=True)
         first = iter(torch.autograd.grad(outputs, learners, given, create_graph=True, allow_unused=True))
@@ -161,8 +163,8 @@ def differentiate_again(
         if not pushed:
             return [None] * len(pulls), [None] * len(inputs)
         outputs, given = zip(*pushed, strict=True)
-        found = iter(torch.autograd.grad(outputs, wanted, given, create_graph=again, allow_unused=True))
-    seconds = [None if tensor is None else next(found) for tensor in (*own_pulls, *own_inputs)]
+        gradients = iter(torch.autograd.grad(outputs, wanted, given, create_graph=again, allow_unused=True))
+    seconds = [None if tensor is None else next(gradients) for tensor in (*own_pulls, *own_inputs)]
     return seconds[: len(pulls)], seconds[len(pulls) :]
 
 

@@ -50,10 +50,10 @@ def _by_kernel(
     if (both := plan.passes(call.problem)) is None:
         return None
     _prepare(call_key, inputs, call, plan, output, lse)
-    made = [None if tensor is None else attention_op.as_read(tensor, given) for tensor in (output, grad_output)]
+    as_read = [None if tensor is None else attention_op.as_read(tensor, given) for tensor in (output, grad_output)]
     sums = [tensor[None] if tensor is not None and given["layout"] == PACKED else tensor for tensor in (lse, grad_lse)]
     gradients = autograd.differentiate(
-        both.backward, both.backward_problem, call.operands, made[0], sums[0], made[1], sums[1]
+        both.backward, both.backward_problem, call.operands, as_read[0], sums[0], as_read[1], sums[1]
     )
     layout = Layout(given["layout"])
     named: dict[str, Tensor | None] = {
@@ -80,8 +80,8 @@ def _prepare(
     if output.stride() != without_gaps or not lse.is_contiguous() or call_cache.find(call_key) is not None:
         return
     own = *inputs[:3], *attention_op.others_of(inputs)
-    made = operands.viewed(output, problem.layout), lse[None] if problem.packed else lse
-    prepared_call.prepare(call_key, own, call, planner.settled(plan, problem), made, (output, lse))
+    computed = operands.viewed(output, problem.layout), lse[None] if problem.packed else lse
+    prepared_call.prepare(call_key, own, call, planner.settled(plan, problem), computed, (output, lse))
 
 
 def _by_pytorch(
@@ -93,10 +93,12 @@ def _by_pytorch(
         leaves = {name: given[name].detach().requires_grad_() for name in learners}
         again, again_lse = _answer(words | leaves)
         pairs = [
-            (made, push) for made, push in ((again, grad_output), (again_lse, grad_lse)) if made is not None is not push
+            (tensor, push)
+            for tensor, push in ((again, grad_output), (again_lse, grad_lse))
+            if tensor is not None is not push
         ]
-        made, pushes = zip(*pairs, strict=True)
-        grads = torch.autograd.grad(made, list(leaves.values()), pushes, allow_unused=True)
+        tensors, pushes = zip(*pairs, strict=True)
+        grads = torch.autograd.grad(tensors, list(leaves.values()), pushes, allow_unused=True)
     return dict(zip(leaves, grads, strict=True))
 
 
@@ -132,11 +134,11 @@ def at_once(tensors: tuple[Any, ...], learns: list[bool], words: dict[str, Any])
     if output.stride() != known.memory.output or not lse.is_contiguous():
         return None
     others = attention_op.others_of(tensors[_BEFORE:])
-    made = known.differentiate(*pulls, query, key, value, output, lse, *others)
-    gradients = dict(zip((*_THREE, *known.others), made, strict=False))
+    grads = known.differentiate(*pulls, query, key, value, output, lse, *others)
+    gradients = dict(zip((*_THREE, *known.others), grads, strict=False))
     gradients["alibi_slopes"] = gradients.get("slopes")
-    found = [gradients.get(name) for name in _learners(learns)]
-    return None if any(gradient is None for gradient in found) else [grad for grad in found if grad is not None]
+    learned = [gradients.get(name) for name in _learners(learns)]
+    return None if any(gradient is None for gradient in learned) else [grad for grad in learned if grad is not None]
 
 
 def _ordinary(tensors: tuple[Any, ...], learns: list[bool], words: dict[str, Any]) -> list[Tensor]:

@@ -51,7 +51,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, eagerly: Callable[..
     words, table, bias = _seen(mask, given["causal"], given["window"], given["bias"])
     if bias is not None:
         modifier_arguments.check_tensor("bias", bias, query.device)
-    options = {**_asked(query, given), **mod, **table_arguments(table)}
+    options = {**_shared_options(query, given), **mod, **table_arguments(table)}
     slopes = given["alibi_slopes"]
     answer: tuple[Tensor, Tensor] = attention_schema.operator(
         query, key, value, bias, mask=words, layout=layout.value, precision=precision,
@@ -81,7 +81,7 @@ def packed_attention(
         max_seqlen_kv=arguments.length_of("max_seqlen_kv", max_seqlen_kv),
         mask=str(mask_arguments.band(given["causal"], given["window"])), layout=Layout.PACKED.value,
         precision=precision, keep_lse=_learns(query, key, value, given["sinks"], given["alibi_slopes"]),
-        learns_slopes=_learns(given["alibi_slopes"]), **_asked(query, given), **mod,
+        learns_slopes=_learns(given["alibi_slopes"]), **_shared_options(query, given), **mod,
     )  # fmt: skip
     return answer if given["return_lse"] else answer[0]
 
@@ -263,7 +263,7 @@ def table_arguments(table: Any) -> dict[str, Any]:
     }
 
 
-def _asked(query: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+def _shared_options(query: Tensor, given: dict[str, Any]) -> dict[str, Any]:
     """What changes weights, and what both functions have."""
     _check_words("numerics", given["numerics"], "any, online")
     options: dict[str, Any] = {
