@@ -42,10 +42,13 @@ GLUON_SCHEDULES: tuple[dict[str, Value], ...] = (
     {"schedule": "dynamic", "output_buffer": "own", "query_stages": 2},
     {"schedule": "dynamic", "output_buffer": "shared"},
 )
+ONE_BLOCK_TILES = ((64, 32), (64, 64), (64, 128), (128, 64), (128, 128))  # of as many keys as a call has at most
 TRITON_TILES = (
     (32, 32, 2), (32, 64, 4), (64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 32, 4), (128, 64, 4), (128, 64, 8),
     (128, 128, 8),
 )  # fmt: skip
+# Finals of float32 chose tiles of few warps, and of few rows beside many keys; they run in TRITON_TILES too.
+FLOAT32_ROWS_TILES = (*TRITON_TILES, (16, 128, 4), (32, 64, 2))
 FEW_ROWS_TILES = ((16, 32, 1), (16, 64, 2), (16, 64, 4), (16, 128, 4), (32, 64, 4), (64, 64, 4))
 SMALL_TILES = (
     (16, 16, 1), (16, 32, 1), (16, 64, 1), (16, 64, 2), (16, 128, 4), (32, 32, 1), (32, 32, 2), (32, 64, 2),
@@ -61,6 +64,7 @@ SPLITS = (1, 2, 4, 8, 16, 32, 64)
 SPLIT_TILES = ((16, 32, 2), (16, 64, 2), (16, 64, 4), (16, 128, 2), (16, 128, 4))
 MOST_SPLIT_ROWS = 16  # of heads that share keys: a tile of few rows, whose parts are added up by rows or groups
 PROGRAMS_AN_SM = 0.2, 4.0  # of calls whose tiles programs share: fewer leave SMs idle, and more have too much to add up
+LONG_TILE = 128  # rows: where a head has fewer queries in float32, heads that share keys may share tiles too
 FEW_ROWS = 64  # of a head or of heads that share keys: programs split the keys, and heads share tiles
 FEW_TILES = 256  # of 128 queries: then programs may split the keys too
 MOST_PROGRAMS_AN_SM = 2  # of tiles of more rows that more than four programs share
@@ -81,7 +85,9 @@ def pool(problem: Problem, device: Device) -> list[Variant]:
         coming |= dict.fromkeys(space.seeds_for(problem, device)[:MOST_SEEDS])
     for template in spaces:
         coming |= dict.fromkeys(list(winners(device, problem, template))[:NEAR_WINNERS])
-    grids = _gluon_grid(problem), _triton_grid(problem, device), _split_grid(problem, device)
+    grids = (
+        _gluon_grid(problem), _one_block_grid(problem), _triton_grid(problem, device), _split_grid(problem, device),
+    )  # fmt: skip
     for template, params in itertools.chain(*grids):
         if template in spaces and spaces[template].holds(params):
             coming[spaces[template].variant(params)] = None
@@ -223,13 +229,31 @@ def _gluon_grid(problem: Problem) -> Iterator[tuple[str, Mapping[str, Value]]]:
                 yield GLUON, params | {"HEAD_GROUP": 16 if problem.batch * problem.heads_q > 16 else 4}
 
 
-def _triton_grid(problem: Problem, device: Device) -> Iterator[tuple[str, Mapping[str, Value]]]:
-    few = _has_few_rows(problem)
-    packs = (0, 1) if problem.group_size > 1 and few else (0,)
-    products = ("as_asked", "bf16x3", "bf16x6") if problem.dtype is DType.FLOAT32 else ("as_asked",)
-    for (rows, keys, warps), pack, product, split in itertools.product(
-        FEW_ROWS_TILES if few else TRITON_TILES, packs, products, (0, 1)
+def _one_block_grid(problem: Problem) -> Iterator[tuple[str, Mapping[str, Value]]]:
+    """Kernels for keys of one block: one stage, and queries in registers, leave room for two programs an SM."""
+    fitting = [(rows, keys) for rows, keys in ONE_BLOCK_TILES if keys // 2 < max(problem.seq_kv, 32) <= keys]
+    for (rows, keys), schedule, queries_in, softmax, pack, split in itertools.product(
+        fitting, GLUON_SCHEDULES, ("shared", "registers"), ("online", "lazy"), _packs(problem, 16), (0, 1)
     ):
+        yield (
+            GLUON,
+            {
+                **GLUON_BASE,
+                **schedule,
+                **{"BLOCK_M": rows, "BLOCK_N": keys, "CTAS": 2 if rows == 64 else 1, "PACK_GQA": pack},
+                **{"HEAD_SPLIT": split, "num_stages": 1, "queries_in": queries_in, "softmax": softmax},
+                "row_sum": "each",
+            },
+        )
+
+
+def _triton_grid(problem: Problem, device: Device) -> Iterator[tuple[str, Mapping[str, Value]]]:
+    few, float32 = _has_few_rows(problem), problem.dtype is DType.FLOAT32
+    packs = (0, 1) if problem.group_size > 1 and (few or (float32 and problem.seq_q <= LONG_TILE)) else (0,)
+    products = ("as_asked", "bf16x3", "bf16x6") if float32 else ("as_asked",)
+    tiles = FEW_ROWS_TILES if few else FLOAT32_ROWS_TILES if float32 else TRITON_TILES
+    maxima = ("online", "first_max") if float32 and not few else ("online",)
+    for (rows, keys, warps), pack, product, split, softmax in itertools.product(tiles, packs, products, (0, 1), maxima):
         for count in SPLITS if few else _shares(problem, device, rows):
             yield (
                 TRITON,
@@ -237,6 +261,7 @@ def _triton_grid(problem: Problem, device: Device) -> Iterator[tuple[str, Mappin
                     **TRITON_BASE,
                     **{"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": warps, "num_stages": 3 if rows < 128 else 2},
                     **{"SPLITS": count, "PACK_GQA": pack, "HEAD_SPLIT": split, "products": product},
+                    "softmax": softmax,
                     **({"parts_read": "by_groups"} if count > PART_GROUP and not few else {}),
                 },
             )
@@ -258,17 +283,17 @@ def _split_grid(problem: Problem, device: Device) -> Iterator[tuple[str, Mapping
     tiles = problem.batch * problem.heads_kv
     fewest, most = (share * device.sm_count for share in PROGRAMS_AN_SM)
     product = "bf16x6" if problem.dtype is DType.FLOAT32 and problem.precision is Precision.IEEE else "as_asked"
-    for (block_m, keys, warps), count, parts_read, loop in itertools.product(
-        SPLIT_TILES, (*SPLITS[1:], 128), ("by_rows", "by_groups"), ("split", "branch")
+    for (block_m, keys, warps), count, parts_read, loop, stages, split in itertools.product(
+        SPLIT_TILES, (*SPLITS[1:], 128), ("by_rows", "by_groups"), ("split", "branch"), (3, 5), (0, 1)
     ):
         if fewest <= tiles * count <= most and (parts_read == "by_rows" or rows > 2):
             yield (
                 TRITON,
                 {
                     **TRITON_BASE,
-                    **{"BLOCK_M": block_m, "BLOCK_N": keys, "num_warps": warps, "num_stages": 3, "mask_loop": loop},
-                    **{"SPLITS": count, "PACK_GQA": int(problem.group_size > 1), "HEAD_SPLIT": 0},
-                    **{"parts_read": parts_read, "products": product},
+                    **{"BLOCK_M": block_m, "BLOCK_N": keys, "num_warps": warps, "num_stages": stages},
+                    **{"SPLITS": count, "PACK_GQA": int(problem.group_size > 1), "HEAD_SPLIT": split},
+                    **{"parts_read": parts_read, "products": product, "mask_loop": loop},
                 },
             )
 
