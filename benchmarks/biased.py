@@ -21,7 +21,7 @@ from functools import partial
 
 import torch
 import triton
-from kept import keep, told
+from kept import keep, printed
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -241,8 +241,8 @@ def main() -> None:
     card = nvidia.present()
     assert card is not None, "needs an NVIDIA GPU"
     versions = f"torch {torch.__version__}, triton {triton.__version__}: `python benchmarks/biased.py`"
-    lines = told([f"# Calls beside a bias, on an {card.full_name}", "", f"{versions}, {options.rounds} rounds", ""])
-    lines += told(table(options.rounds, options.row))
+    lines = printed([f"# Calls beside a bias, on an {card.full_name}", "", f"{versions}, {options.rounds} rounds", ""])
+    lines += printed(table(options.rounds, options.row))
     if options.write:
         keep(f"{card.name}_bias", "\n".join(lines))
 

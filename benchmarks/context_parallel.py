@@ -145,19 +145,19 @@ def records(timer: RankTimer, name: str, given: argparse.Namespace) -> Iterable[
 
 def record(row: Row, who: str, time: CallTime | str) -> dict[str, Any]:
     """A measurement as a line of JSON."""
-    found = {"failed": time} if isinstance(time, str) else {"seconds": time.seconds, "host": time.issue_seconds}
-    return {"row": row.name, "tokens": row.tokens, "passes": row.passes, "who": who, **found}
+    outcome = {"failed": time} if isinstance(time, str) else {"seconds": time.seconds, "host": time.issue_seconds}
+    return {"row": row.name, "tokens": row.tokens, "passes": row.passes, "who": who, **outcome}
 
 
-def tables(found: Sequence[dict[str, Any]], size: int) -> Iterable[str]:
+def tables(measurements: Sequence[dict[str, Any]], size: int) -> Iterable[str]:
     """Lines of Markdown."""
     yield "| row | tokens a rank | passes | who | ms | efficiency | host ms |"
     yield "|---|--:|---|---|--:|--:|--:|"
-    alone = {_kind(each): each.get("seconds") for each in found if each.get("who") == "one rank"}
-    for each in found:
+    alone = {_kind(each): each.get("seconds") for each in measurements if each.get("who") == "one rank"}
+    for each in measurements:
         if "who" in each:
             yield table_row(each, alone.get(_kind(each)), size)
-    simulated = [each for each in found if "simulated" in each]
+    simulated = [each for each in measurements if "simulated" in each]
     if simulated:
         yield from ("", f"Simulated efficiency by ranks; the link has {simulated[0]['link']}:", "")
         yield from Simulation.HEAD
@@ -217,10 +217,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file for the tables")
     given = parser.parse_args()
     size = given.ranks or torch.cuda.device_count()
-    found = [each for name in given.rows.split(",") for each in measured(size, given, name)]
+    measurements = [each for name in given.rows.split(",") for each in measured(size, given, name)]
     title = f"{size} x {torch.cuda.get_device_name(0)}, PyTorch {torch.__version__}, autoattn {autoattn.__version__}, "
     title += f"{HEADS}/{HEADS_KV} heads, D{HEAD_DIM}, bfloat16"
-    text = "\n".join([f"# Attention over {size} ranks", "", title, "", *tables(found, size)])
+    text = "\n".join([f"# Attention over {size} ranks", "", title, "", *tables(measurements, size)])
     print(text)
     if given.out:
         given.out.write_text(text + "\n", encoding="utf-8")

@@ -82,8 +82,8 @@ def tensors(
     """Query, key, value and the output's gradient, [batch, seq, heads, head_dim] or [tokens, heads, head_dim]."""
     torch.manual_seed(timer.ranks.rank)
     shapes = [(tokens, count, head_dim) for count in (heads, heads_kv, heads_kv, heads)]
-    made = [torch.randn(shape if packed else (1, *shape), device=timer.device, dtype=DTYPE) for shape in shapes]
-    return [*(tensor.requires_grad_(learns) for tensor in made[:3]), made[3]]
+    operands = [torch.randn(shape if packed else (1, *shape), device=timer.device, dtype=DTYPE) for shape in shapes]
+    return [*(tensor.requires_grad_(learns) for tensor in operands[:3]), operands[3]]
 
 
 def stepped(attend: Callable[[], Tensor], learners: Sequence[Tensor], pull: Tensor, *, learns: bool) -> Call:

@@ -41,27 +41,27 @@ class Part:
 
 def features(case: Case) -> tuple[list[float], float]:
     """What a correction may lean on, and the predicted milliseconds."""
-    found = predictor.predict(case.problem, DEVICE, case.variant, case.report)
+    prediction = predictor.predict(case.problem, DEVICE, case.variant, case.report)
     loop = case.report.loop
-    shares = [found.parts_us[unit] / found.time_us for unit in UNITS]
-    warps = [math.log(found.occupancy), math.log(found.occupancy * case.report.num_warps)]
+    shares = [prediction.parts_us[unit] / prediction.time_us for unit in UNITS]
+    warps = [math.log(prediction.occupancy), math.log(prediction.occupancy * case.report.num_warps)]
     sizes = [math.log(int(case.variant[name])) for name in SIZES]
     counts = [math.log1p(sum(n for opcode, n in loop.items() if opcode.startswith(kind))) for kind in OPCODES]
-    return [*shares, *warps, *sizes, *counts], found.time_us / 1e3
+    return [*shares, *warps, *sizes, *counts], prediction.time_us / 1e3
 
 
 @cache
 def parts() -> tuple[Part, ...]:
     """All rows, apart by kind of machine code; of fewer than four variants nothing is learnt."""
-    found = []
+    all_parts = []
     for row in rows():
         for path in Path:
             own = [(features(case), case.median_ms) for case in row.cases if case.path is path]
             if len(own) > 3:
                 left = [math.log(ms / predicted) for (_, predicted), ms in own]
                 seen = np.array([values for (values, _), _ in own])
-                found.append(Part(path=path, problem=row.problem, features=seen, left=np.array(left)))
-    return tuple(found)
+                all_parts.append(Part(path=path, problem=row.problem, features=seen, left=np.array(left)))
+    return tuple(all_parts)
 
 
 def learnt(path: Path, without: Problem, ridge: float) -> Array:
@@ -92,10 +92,10 @@ def corrected(row: Row, ridge: float | None) -> Quality:
     return quality(row, predicted)
 
 
-def line(name: str, found: Sequence[Quality]) -> str:
-    scores = [one.spearman for one in found]
-    firsts, tens = [one.first for one in found], [one.ten for one in found]
-    error = statistics.median(one.error for one in found)
+def line(name: str, judgements: Sequence[Quality]) -> str:
+    scores = [judgement.spearman for judgement in judgements]
+    firsts, tens = [judgement.first for judgement in judgements], [judgement.ten for judgement in judgements]
+    error = statistics.median(judgement.error for judgement in judgements)
     return (
         f"| {name} | {statistics.median(scores):.3f}, {min(scores):.3f} | {statistics.fmean(firsts):.1%}, "
         f"{max(firsts):.1%} | {statistics.median(tens):.1%}, {max(tens):.1%} | {error:.1%} |"
@@ -113,8 +113,8 @@ def main() -> None:
         "|---|--:|--:|--:|--:|",
     ]
     for ridge in (None, *RIDGES):
-        found = [corrected(row, ridge) for row in judged]
-        lines.append(line("none" if ridge is None else f"ridge {ridge:g}", found))
+        judgements = [corrected(row, ridge) for row in judged]
+        lines.append(line("none" if ridge is None else f"ridge {ridge:g}", judgements))
     name = "model_correction" if parser.parse_args().write else None
     tell("Whether a learned correction helps the model", "python benchmarks/correction.py", "\n".join(lines), name)
 

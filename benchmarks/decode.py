@@ -39,7 +39,7 @@ from cache_calls import (
     expected,
     own,
 )
-from kept import keep, told
+from kept import keep, printed
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
@@ -168,10 +168,10 @@ def summary(medians: dict[str, dict[str, float]]) -> Iterator[str]:
         mean, worst = statistics.geometric_mean(ratios.values()), min(ratios, key=ratios.__getitem__)
         yield f"Best peers of {len(ratios)} rows take {mean:.3f} times as long, at least {ratios[worst]:.3f} ({worst})."
     own_times = {row: times[OWN] for row, times in medians.items() if OWN in times}
-    one = own_times.get(str(ROWS[0]))
+    single_query_time = own_times.get(str(ROWS[0]))
     for row in ROWS:
-        if one is not None and row.queries > 1 and not row.latent and str(row) in own_times:
-            yield f"{row.queries} queries take {own_times[str(row)] / one:.3f} times one query."
+        if single_query_time is not None and row.queries > 1 and not row.latent and str(row) in own_times:
+            yield f"{row.queries} queries take {own_times[str(row)] / single_query_time:.3f} times one query."
 
 
 def table(rounds: int, only: str) -> Iterator[str]:
@@ -204,8 +204,8 @@ def main() -> None:
     assert card is not None, "needs an NVIDIA GPU"
     torch.manual_seed(0)
     versions = f"torch {torch.__version__}, triton {triton.__version__}: `python benchmarks/decode.py`"
-    lines = told([f"# Generation on caches of keys and values, on an {card.full_name}", "", versions, ""])
-    lines += told(table(options.rounds, options.row))
+    lines = printed([f"# Generation on caches of keys and values, on an {card.full_name}", "", versions, ""])
+    lines += printed(table(options.rounds, options.row))
     if options.write:
         keep(f"{card.name}_decode", "\n".join(lines))
 

@@ -34,7 +34,7 @@ def draw(seed: int, count: int) -> list[Problem]:
     rng = random.Random(f"calls {seed}")
     problems: dict[Problem, None] = {}
     while len(problems) < count:
-        problem = one(rng)
+        problem = drawn_problem(rng)
         if is_affordable(problem):
             problems[problem] = None
     return list(problems)
@@ -45,7 +45,7 @@ def with_sizes(problem: Problem, count: int) -> list[Problem]:
     rng = random.Random(f"sizes of {problem.key}")
     problems = {problem: None}
     while len(problems) < count:
-        other = one(rng, numbers=(problem.dtype, problem.precision), head_dim=problem.head_dim)
+        other = drawn_problem(rng, numbers=(problem.dtype, problem.precision), head_dim=problem.head_dim)
         if is_affordable(other) and kernel_kind.shares_kernels(other, problem):
             problems[other] = None
     return list(problems)
@@ -57,7 +57,9 @@ def is_affordable(problem: Problem) -> bool:
     return few and problem.kept_pairs() > 0
 
 
-def one(rng: random.Random, numbers: tuple[DType, Precision] | None = None, head_dim: int | None = None) -> Problem:
+def drawn_problem(
+    rng: random.Random, numbers: tuple[DType, Precision] | None = None, head_dim: int | None = None
+) -> Problem:
     """One problem, which need not be affordable; of these numbers and this head dim where they are given."""
     kinds: dict[Callable[[random.Random, Problem], Problem], int] = {
         _self_attention: 10, _decode: 5, _chunk: 3, _cross: 3,

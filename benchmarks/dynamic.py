@@ -21,7 +21,7 @@ from functools import partial
 
 import torch
 import triton
-from kept import keep, told
+from kept import keep, printed
 
 import autoattn
 from autoattn.hardware import nvidia
@@ -273,13 +273,13 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, default=64, help="new lengths of each row")
     parser.add_argument("--row", default="", help="only rows whose name holds this")
     parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     card = nvidia.present()
     assert card is not None, "needs an NVIDIA GPU"
     print(f"# Lengths that never repeat, on an {card.full_name}\n")
     print(f"torch {torch.__version__}, triton {triton.__version__}: `python benchmarks/dynamic.py`\n")
-    lines = told(table(asked.lengths, asked.row))
-    if asked.write:
+    lines = printed(table(options.lengths, options.row))
+    if options.write:
         keep(f"{card.name}_dynamic", "\n".join([f"# Lengths that never repeat, on an {card.full_name}", "", *lines]))
 
 

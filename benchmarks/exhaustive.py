@@ -53,8 +53,8 @@ app = typer.Typer(help=__doc__, add_completion=False)
 def kinds(shard: int, shards: int) -> list[list[Problem]]:
     """The problems of a shard, those of one kind of kernel together: they share what is compiled."""
     groups: dict[str, list[Problem]] = {}
-    for one in shapes_file.load(SHAPES):
-        groups.setdefault(one.groups[0], []).append(one.problem)
+    for named in shapes_file.load(SHAPES):
+        groups.setdefault(named.groups[0], []).append(named.problem)
     parts: list[list[list[Problem]]] = [[] for _ in range(shards)]
     for group in groups.values():
         min(parts, key=lambda part: sum(map(len, part))).append(group)
@@ -87,25 +87,27 @@ def tuned(problems: Sequence[Problem], folder: Path) -> tuple[dict[str, Tuned], 
         raise typer.Abort
     for key, reason in summary.failed.items():
         print(f"no winner: {key}: {reason}", flush=True)
-    found = {}
+    outcomes = {}
     for key, entry in summary.entries.items():
         journal = folder / card().name / "studies" / f"{key}.journal"
         tried = [
             trial.variant for trials in shared_trials.studies(storage.unchanged(journal)).values() for trial in trials
         ]
-        found[key] = Tuned(
+        outcomes[key] = Tuned(
             winner=entry.variant,
             choice=entry.choice,
             trials=entry.search.trials,
             seconds=last[key] - first[key],
             tried=tried,
         )
-    return found, summary.seconds
+    return outcomes, summary.seconds
 
 
 def neighbours(problem: Problem, winner: Variant, count: int, chance: random.Random) -> list[Variant]:
     """Some of the feasible variants that differ from the winner in one parameter."""
-    space = next(one for one in multi_template.spaces(problem, card(), True) if one.template == winner.template)
+    space = next(
+        candidate for candidate in multi_template.spaces(problem, card(), True) if candidate.template == winner.template
+    )
     params = space.params_of(winner)
     near = [
         space.variant({**params, name: value})
@@ -113,7 +115,7 @@ def neighbours(problem: Problem, winner: Variant, count: int, chance: random.Ran
         for value in values
         if value != params[name]
     ]
-    near = [one for one in near if space.why_infeasible(one, problem, card()) is None]
+    near = [variant for variant in near if space.why_infeasible(variant, problem, card()) is None]
     chance.shuffle(near)
     return near[:count]
 
@@ -129,14 +131,14 @@ class Measured:
     def steps(self, shop: Workshop) -> Steps[None]:
         """Validates and screens them."""
         spaces = multi_template.spaces(self.problem, card(), True)
-        study = Contest([Study(None, one, self.problem, card(), seed=0, budget=0) for one in spaces])
+        study = Contest([Study(None, space, self.problem, card(), seed=0, budget=0) for space in spaces])
         study.enqueue(self.listed)
         yield from shop.search(study, more=lambda: study.waiting, late=lambda: False, heard=self.trials.append)
 
     def row(self, shop: Workshop, quick: Tuned) -> dict[str, Any] | str:
         """How the winner stands to the best of them, in one contest; or why nobody can say."""
         working = [trial for trial in self.trials if trial.outcome is Outcome.OK]
-        best = [one.variant for one in finals.shortlist(working, MET, Objective.TIME)]
+        best = [trial.variant for trial in finals.shortlist(working, MET, Objective.TIME)]
         met = list(dict.fromkeys([quick.winner, *best]))
         result = shop.alone(shop.final(self.problem, met, seconds=SECONDS, seed=1))
         if isinstance(result, Failure):
@@ -146,37 +148,39 @@ class Measured:
         counted = paired_stats.good(result.rounds)
         names = [finalist_name(place) for place, verdict in enumerate(result.verdicts) if verdict.ok]
         leader = paired_stats.leader(counted, names)
-        ratios = [one.times_us[names[0]] / one.times_us[leader] for one in counted]
+        ratios = [round_.times_us[names[0]] / round_.times_us[leader] for round_ in counted]
         lead = paired_stats.interval(counted, names[0], leader, finalists=len(names)) if leader != names[0] else None
         return {
             "problem": str(self.problem), "key": self.problem.key, "variants": len(self.trials), "right": len(working),
             "trials": quick.trials, "seconds": quick.seconds, "choice": quick.choice, "winner": str(quick.winner),
             "best": str(met[int(leader.split()[-1])]), "ratio": statistics.median(ratios),
             "low": lead.low if lead is not None else None, "high": lead.high if lead is not None else None,
-            "best_us": statistics.median(one.times_us[leader] for one in counted), "rounds": len(counted),
+            "best_us": statistics.median(round_.times_us[leader] for round_ in counted), "rounds": len(counted),
         }  # fmt: skip
 
 
 def listed(group: Sequence[Problem], quick: dict[str, Tuned], count: int) -> list[Variant]:
     """The variants of one kind of kernel, which all its problems are measured with."""
     chance = random.Random(0)
-    found: dict[Variant, None] = {}
+    variants: dict[Variant, None] = {}
     for problem in group:
-        found |= dict.fromkeys(quick[problem.key].tried)
-        found |= dict.fromkeys(
-            seed for one in multi_template.spaces(problem, card(), True) for seed in one.seeds_for(problem, card())
+        variants |= dict.fromkeys(quick[problem.key].tried)
+        variants |= dict.fromkeys(
+            seed for space in multi_template.spaces(problem, card(), True) for seed in space.seeds_for(problem, card())
         )
     for winner, problem in {quick[problem.key].winner: problem for problem in group}.items():
-        found |= dict.fromkeys(neighbours(problem, winner, count, chance))
-    for one in multi_template.spaces(group[0], card(), True):
-        found |= dict.fromkeys(sampled(group[0], count, one.template, seed=0))
-    return list(found)
+        variants |= dict.fromkeys(neighbours(problem, winner, count, chance))
+    for space in multi_template.spaces(group[0], card(), True):
+        variants |= dict.fromkeys(sampled(group[0], count, space.template, seed=0))
+    return list(variants)
 
 
 def fitting(problem: Problem, variants: Sequence[Variant]) -> list[Variant]:
     """Those that are points of the problem's own search spaces."""
-    spaces = {one.template: one for one in multi_template.spaces(problem, card(), True)}
-    return [one for one in variants if spaces[one.template].why_infeasible(one, problem, card()) is None]
+    spaces = {space.template: space for space in multi_template.spaces(problem, card(), True)}
+    return [
+        variant for variant in variants if spaces[variant.template].why_infeasible(variant, problem, card()) is None
+    ]
 
 
 def measured(
@@ -195,14 +199,14 @@ def measured(
         active: list[tuple[Measured, Steps[None]]] = []
         while waiting or active:
             while waiting and len(active) < AT_ONCE:
-                one = waiting.pop(0)
-                active.append((one, one.steps(shop)))
+                search = waiting.pop(0)
+                active.append((search, search.steps(shop)))
             going = []
-            for one, steps in active:
+            for search, steps in active:
                 if next(steps, "ended") == "ended":
-                    yield one.problem, one.row(shop, quick[one.problem.key])
+                    yield search.problem, search.row(shop, quick[search.problem.key])
                 else:
-                    going.append((one, steps))
+                    going.append((search, steps))
             if len(going) == len(active):
                 shop.wait()
             active = going
@@ -217,8 +221,8 @@ def measure(
     """Tune at quick effort, then measure many variants, and compare."""
     number, shards = map(int, shard.split("/"))
     done = {json.loads(line)["key"] for line in path.read_text().splitlines()} if path.exists() else set()
-    groups = [[one for one in group if one.key not in done] for group in kinds(number, shards)]
-    problems = [one for group in groups for one in group]
+    groups = [[problem for problem in group if problem.key not in done] for group in kinds(number, shards)]
+    problems = [problem for group in groups for problem in group]
     with empty_caches(), tempfile.TemporaryDirectory() as folder:
         quick, seconds = tuned(problems, Path(folder))
         print(f"quick: {len(quick)} problems in {seconds:.1f} s", flush=True)
@@ -241,24 +245,25 @@ HEAD = (
 @app.command(name="table")
 def table_(files: Annotated[list[Path], typer.Argument(metavar="FILE...")], write: Write = False) -> None:
     """The table of what was measured."""
-    found = [json.loads(line) for path in files for line in path.read_text(encoding="utf-8").splitlines()]
+    records = [json.loads(line) for path in files for line in path.read_text(encoding="utf-8").splitlines()]
     rows = [
         (
-            one["problem"], one["trials"], f"{one['seconds']:.1f}", one["variants"], one["right"],
-            f"{one['best_us']:.1f}", f"{one['ratio']:.4f}",
-            f"{one['low']:.3f} to {one['high']:.3f}" if one["low"] is not None else "the same kernel",
-            "yes" if one["ratio"] <= 1 + NEAR else "no",
+            record["problem"], record["trials"], f"{record['seconds']:.1f}", record["variants"], record["right"],
+            f"{record['best_us']:.1f}", f"{record['ratio']:.4f}",
+            f"{record['low']:.3f} to {record['high']:.3f}" if record["low"] is not None else "the same kernel",
+            "yes" if record["ratio"] <= 1 + NEAR else "no",
         )
-        for one in found
+        for record in records
     ]  # fmt: skip
-    ratios = [one["ratio"] for one in found]
+    ratios = [record["ratio"] for record in records]
     words = [
-        f"Within {NEAR:.0%} of the best: {sum(ratio <= 1 + NEAR for ratio in ratios)} of {len(found)} problems. Worst "
-        f"{max(ratios):.3f}, mean {statistics.fmean(ratios):.4f}. Quick effort took "
-        f"{max(one['run_seconds'] for one in found):.1f} s a problem over the slower process's run, workers started "
-        f"and caches empty, and at most {max(one['seconds'] for one in found):.1f} s from a problem's first result on."
+        f"Within {NEAR:.0%} of the best: {sum(ratio <= 1 + NEAR for ratio in ratios)} of {len(records)} problems. "
+        f"Worst {max(ratios):.3f}, mean {statistics.fmean(ratios):.4f}. Quick effort took "
+        f"{max(record['run_seconds'] for record in records):.1f} s a problem over the slower process's run, workers "
+        f"started and caches empty, and at most {max(record['seconds'] for record in records):.1f} s from a problem's "
+        "first result on."
     ]
-    lines = [found[0]["machine"], "", *words, "", *table(HEAD, rows)]
+    lines = [records[0]["machine"], "", *words, "", *table(HEAD, rows)]
     command = "python benchmarks/exhaustive.py measure FILE --shard 0/2; ... table FILE..."
     tell("Quick effort beside many more variants", command, "\n".join(lines), "h200_exhaustive" if write else None)
 

@@ -21,10 +21,10 @@ def main() -> None:
     family = sys.argv.pop(1) if len(sys.argv) > 1 else ""
 
     def of(op: Op) -> tuple[SearchSpace, ...]:
-        return tuple(one for one in _of(op) if one.template.startswith(f"{family}/"))
+        return tuple(space for space in _of(op) if space.template.startswith(f"{family}/"))
 
     if not of(Op.FORWARD):
-        known = sorted({one.template.partition("/")[0] for one in _of(Op.FORWARD)})
+        known = sorted({space.template.partition("/")[0] for space in _of(Op.FORWARD)})
         sys.exit(
             f"benchmarks/family.py needs a family of templates first, got {family!r}; it may be "
             f"{', '.join(known[:-1])} or {known[-1]}"

@@ -76,8 +76,8 @@ def resident(root: int) -> int:
             rollup = Path(f"/proc/{member}/smaps_rollup").read_text()
         except OSError:
             continue
-        found = re.search(r"^Pss:\s+(\d+) kB", rollup, re.MULTILINE)
-        total += int(found[1]) * 1024 if found else 0
+        match = re.search(r"^Pss:\s+(\d+) kB", rollup, re.MULTILINE)
+        total += int(match[1]) * 1024 if match else 0
     return total
 
 
@@ -94,16 +94,16 @@ def measured(folder: Path) -> None:
     from autoattn import frames
     from autoattn.shapes import shapes_file
 
-    named = {one.problem.key: one.groups for one in shapes_file.load(ROOT / "shapes.yaml")}
+    named = {shape.problem.key: shape.groups for shape in shapes_file.load(ROOT / "shapes.yaml")}
     rivals = frames.rivals(folder)
     rivals["group"] = rivals.key.map(lambda key: named.get(key, ()))
     rivals["log_ratio"] = (rivals.median_us / rivals.kernel_us).map(math.log)
     rivals["causal"] = rivals.problem.str.contains("causal")
     columns = ["device", "operation", "group", "causal", "rival"]
     table = rivals.explode("group").dropna(subset=["group"]).groupby(columns, sort=False).log_ratio
-    found = table.agg(["mean", "min", "max"]).map(math.exp).join(table.agg(problems="count"))
+    summary = table.agg(["mean", "min", "max"]).map(math.exp).join(table.agg(problems="count"))
     print("times of rivals over the kernel's; above 1 the kernel is faster")
-    print(found.round(3).to_string())
+    print(summary.round(3).to_string())
 
 
 if __name__ == "__main__":

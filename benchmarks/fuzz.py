@@ -59,43 +59,43 @@ def gradient_tasks(seed: int, device: Device | None, repeats: int) -> Iterator[T
     sizes = drawn_gradients.TINY if device is None else drawn_gradients.LARGE
     for number in itertools.count():
         rng = random.Random(f"{seed} {number}")
-        one = drawn_gradients.drawn_packed(rng, sizes)
-        calls: tuple[Call, ...] = (one.call,)
+        draw = drawn_gradients.drawn_packed(rng, sizes)
+        calls: tuple[Call, ...] = (draw.call,)
         if device is not None:
-            one = _on_the_card(rng, one, device)
-            calls += tuple(drawn_gradients.resized(rng, one.call.problem, sizes) for _ in range(CALLS_PER_KERNEL - 1))
+            draw = _on_the_card(rng, draw, device)
+            calls += tuple(drawn_gradients.resized(rng, draw.call.problem, sizes) for _ in range(CALLS_PER_KERNEL - 1))
         job = CompareGradients(
-            source=one.source, calls=calls, device="cpu" if device is None else "cuda", repeats=repeats
+            source=draw.source, calls=calls, device="cpu" if device is None else "cuda", repeats=repeats
         )
-        yield Task(number=number, params=str(one.source.variant) + f" {one.traits}", job=job)
+        yield Task(number=number, params=str(draw.source.variant) + f" {draw.traits}", job=job)
 
 
 def tasks(seed: int, device: Device | None) -> Iterator[Task]:
     """The calls that a seed names, by kernel; there is no end of them."""
     for number in itertools.count():
         rng = random.Random(f"{seed} {number}")
-        one = drawn.drawn(rng, drawn.TINY if device is None else drawn.LARGE)
-        found = (one.call,) if device is None else _more_calls(rng, one)
+        draw = drawn.drawn(rng, drawn.TINY if device is None else drawn.LARGE)
+        calls = (draw.call,) if device is None else _more_calls(rng, draw)
         if device is not None:
-            one = _on_the_card(rng, one, device)
-        job = Compare(source=one.source, calls=found, device="cpu" if device is None else "cuda")
-        yield Task(number=number, params=str(one.source.variant) + f" {one.traits}", job=job)
+            draw = _on_the_card(rng, draw, device)
+        job = Compare(source=draw.source, calls=calls, device="cpu" if device is None else "cuda")
+        yield Task(number=number, params=str(draw.source.variant) + f" {draw.traits}", job=job)
 
 
-def _more_calls(rng: random.Random, one: Drawn) -> tuple[Call, ...]:
-    others = (drawn.resized(rng, one.call.problem, drawn.LARGE) for _ in range(CALLS_PER_KERNEL - 1))
-    return (one.call, *others)
+def _more_calls(rng: random.Random, draw: Drawn) -> tuple[Call, ...]:
+    others = (drawn.resized(rng, draw.call.problem, drawn.LARGE) for _ in range(CALLS_PER_KERNEL - 1))
+    return (draw.call, *others)
 
 
-def _on_the_card(rng: random.Random, one: Drawn, device: Device) -> Drawn:
+def _on_the_card(rng: random.Random, draw: Drawn, device: Device) -> Drawn:
     """The same call with a variant that the search could try on the card."""
-    spaces = list(search_space.of(one.call.problem.op))
+    spaces = list(search_space.of(draw.call.problem.op))
     rng.shuffle(spaces)
     for points in spaces:
-        variant = next(points.feasible(one.call.problem, device, rng), None)
-        if variant is not None and render.why_not(variant, one.call.problem, one.traits) is None:
-            return replace(one, template=variant.template, params=variant.as_dict())
-    raise SpaceError(f"a search space must have a variant for every problem, got none for {one.call.problem}")
+        variant = next(points.feasible(draw.call.problem, device, rng), None)
+        if variant is not None and render.why_not(variant, draw.call.problem, draw.traits) is None:
+            return replace(draw, template=variant.template, params=variant.as_dict())
+    raise SpaceError(f"a search space must have a variant for every problem, got none for {draw.call.problem}")
 
 
 def axes(call: Call) -> Iterator[str]:

@@ -229,10 +229,10 @@ def main() -> None:
     parser.add_argument("--row", default="", help="only programs whose name holds this")
     parser.add_argument("--lengths", type=int, default=32, help="new lengths of each program")
     parser.add_argument("--warm", action="store_true", help="without a GPU, do not empty the CPU's caches")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     with nullcontext() if torch.cuda.is_available() else fake_card():
-        for line in table(asked.lengths, asked.row, warm=asked.warm):
+        for line in table(options.lengths, options.row, warm=options.warm):
             print(line, flush=True)
 
 

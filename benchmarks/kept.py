@@ -19,7 +19,7 @@ def keep(name: str, text: str) -> Path:
     return path
 
 
-def told(lines: Iterable[str]) -> list[str]:
+def printed(lines: Iterable[str]) -> list[str]:
     """Prints lines as they come, and returns them."""
     gathered = []
     for line in lines:

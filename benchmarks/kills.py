@@ -101,7 +101,7 @@ class Run:
         if self.url is None and not journals:
             return {}
         kept = storage.server(self.url) if self.url is not None else storage.unchanged(journals[0])
-        trials = [trial for found in shared_trials.studies(kept).values() for trial in found]
+        trials = [trial for study in shared_trials.studies(kept).values() for trial in study]
         if len({trial.variant for trial in trials}) < len(trials):
             self.tally.faults.append("a variant was tried twice")
         return {trial.variant: trial for trial in trials}
@@ -133,7 +133,7 @@ class Run:
             while len(self.tuners) < tuners:
                 self.start()
             end = time.monotonic() + rng.uniform(0.0, seconds)
-            while time.monotonic() < end and all(one.poll() is None for one in self.tuners):
+            while time.monotonic() < end and all(tuner.poll() is None for tuner in self.tuners):
                 time.sleep(0.01)
             self.bury()
             if self.tuners:
@@ -144,11 +144,11 @@ class Run:
 
     def bury(self) -> None:
         """Notes tuners that ended by themselves."""
-        for one in [one for one in self.tuners if one.poll() is not None]:
-            self.tuners.remove(one)
-            if one.returncode != 0:
+        for tuner in [process for process in self.tuners if process.poll() is not None]:
+            self.tuners.remove(tuner)
+            if tuner.returncode != 0:
                 said = (self.folder / "said").read_text(encoding="utf-8", errors="replace")[-400:]
-                self.tally.faults.append(f"a tuner ended with {one.returncode}: {said}")
+                self.tally.faults.append(f"a tuner ended with {tuner.returncode}: {said}")
 
     def ended(self) -> bool:
         """Whether the cache has its entry."""
@@ -158,8 +158,8 @@ class Run:
         """Lets the search end undisturbed, and compares."""
         if not self.tuners:
             self.start()
-        for one in self.tuners:
-            one.wait(END_SECONDS)
+        for tuner in self.tuners:
+            tuner.wait(END_SECONDS)
         self.bury()
 
     def outcome(self) -> Outcome:
@@ -177,12 +177,12 @@ def descendants(process: int) -> dict[int, str]:
             if facts[0] not in "ZX":
                 number = int(path.parent.name)
                 parents[number], begun[number] = int(facts[1]), facts[19]
-    found: dict[int, str] = {}
+    offspring: dict[int, str] = {}
     grown = {process}
     while grown:
-        grown = {number for number, parent in parents.items() if parent in grown and number not in found}
-        found |= {number: begun[number] for number in grown}
-    return found
+        grown = {number for number, parent in parents.items() if parent in grown and number not in offspring}
+        offspring |= {number: begun[number] for number in grown}
+    return offspring
 
 
 def gone(processes: dict[int, str]) -> bool:
@@ -203,17 +203,17 @@ def alive(process: int, begun: str) -> bool:
     return False
 
 
-def differences(found: Outcome, wanted: Outcome) -> list[str]:
+def differences(outcome: Outcome, wanted: Outcome) -> list[str]:
     """In what a run's outcome is not that of the undisturbed one."""
-    ours, theirs = found.cache.decode().splitlines(), wanted.cache.decode().splitlines()
+    ours, theirs = outcome.cache.decode().splitlines(), wanted.cache.decode().splitlines()
     lines = [
         line for line in difflib.unified_diff(theirs, ours, lineterm="", n=0) if line[:2] not in ("--", "++", "@@")
     ]
     words = [f"the cache file differs: {' '.join(' '.join(lines).split())[:600]}"] if lines else []
-    for variant in found.trials.keys() | wanted.trials.keys():
-        one, other = found.trials.get(variant), wanted.trials.get(variant)
-        if one != other:
-            words.append(f"{variant}: {one.outcome.value if one else 'missing'} {one.detail if one else ''}")
+    for variant in outcome.trials.keys() | wanted.trials.keys():
+        trial, expected = outcome.trials.get(variant), wanted.trials.get(variant)
+        if trial != expected:
+            words.append(f"{variant}: {trial.outcome.value if trial else 'missing'} {trial.detail if trial else ''}")
     return words
 
 
@@ -224,13 +224,13 @@ def kills(seed: int, count: int, tuners: int, url: str | None, share: float) -> 
     begin = time.monotonic()
     try:
         checkout = small_checkout(place / "checkout")
-        calm = Run(checkout, made(place / "calm"), None, Tally())
+        calm = Run(checkout, new_folder(place / "calm"), None, Tally())
         calm.ending()
         seconds, wanted = time.monotonic() - begin, calm.outcome()
         assert len(wanted.trials) == TRIALS, f"{len(wanted.trials)} trials: CHOICES and TRIALS do not agree"
         while sum(tally.kills.values()) < count:
             number = tally.outcomes
-            run = Run(checkout, made(place / str(number)), url and url.format(number=number), tally)
+            run = Run(checkout, new_folder(place / str(number)), url and url.format(number=number), tally)
             left = count - sum(tally.kills.values())
             run.disturbed(rng, min(left, AT_ONCE), share * seconds, tuners)
             tally.faults += [f"run {number}: {words}" for words in differences(run.outcome(), wanted)]
@@ -255,7 +255,7 @@ def kills(seed: int, count: int, tuners: int, url: str | None, share: float) -> 
     return "\n\n".join(lines), len(tally.faults)
 
 
-def made(folder: Path) -> Path:
+def new_folder(folder: Path) -> Path:
     """The folder, made."""
     folder.mkdir(parents=True)
     return folder
@@ -272,12 +272,12 @@ def main() -> int:
     )
     parser.add_argument("--storage", help="a URL with {number} where a number makes a fresh database's name")
     parser.add_argument("--write", metavar="NAME", help="keep the result in benchmarks/results under this name")
-    asked = parser.parse_args()
-    text, faults = kills(asked.seed, asked.kills, asked.tuners, asked.storage, asked.share)
-    arguments = f"--kills {asked.kills} --seed {asked.seed} --tuners {asked.tuners} --share {asked.share:g}"
-    if asked.storage:
-        arguments += f" --storage {storage.shown(asked.storage)}"
-    tell("Kills at random moments", f"python benchmarks/kills.py {arguments}", text, asked.write)
+    options = parser.parse_args()
+    text, faults = kills(options.seed, options.kills, options.tuners, options.storage, options.share)
+    arguments = f"--kills {options.kills} --seed {options.seed} --tuners {options.tuners} --share {options.share:g}"
+    if options.storage:
+        arguments += f" --storage {storage.shown(options.storage)}"
+    tell("Kills at random moments", f"python benchmarks/kills.py {arguments}", text, options.write)
     return 1 if faults else 0
 
 

@@ -101,9 +101,12 @@ class Bench:
         """Runs the calls in turn and notes a table."""
         times = self.stopwatch.contest(calls, 1, seconds=SECONDS, seed=0)
         self.say(f"\n### {title}\n\n| call | median us | 20% to 80% | TFLOP/s |\n|---|---|---|---|")
-        for name, one in times.items():
-            rate = flops[name] / one.median_us / 1e6
-            self.say(f"| {name} | {one.median_us:.1f} | {one.p20_us:.1f} to {one.p80_us:.1f} | {rate:.0f} |")
+        for name, measurement in times.items():
+            rate = flops[name] / measurement.median_us / 1e6
+            self.say(
+                f"| {name} | {measurement.median_us:.1f} | {measurement.p20_us:.1f} to {measurement.p80_us:.1f} "
+                f"| {rate:.0f} |"
+            )
         return times
 
     def say(self, text: str) -> None:
@@ -148,11 +151,11 @@ def described(ours: Ours) -> str:
     return " ".join(str(ours.variant[name]) for name in names)
 
 
-def agrees(found: torch.Tensor, ours: Ours) -> bool:
+def agrees(output: torch.Tensor, ours: Ours) -> bool:
     """Whether a peer computes the same: a wrong mask would be no peer."""
     ours.call()
     case = output_check.case_of(ours.problem, ours.operands, torch.Generator().manual_seed(2), rows=ROWS)
-    return output_check.errors(found, case)[0] <= LOOSE * case.allowed
+    return output_check.errors(output, case)[0] <= LOOSE * case.allowed
 
 
 def peer_call(name: str, ours: Ours) -> Call | None:
@@ -183,18 +186,18 @@ def with_rivals(ours: Ours, *, others: Iterable[str] = ()) -> dict[str, Call]:
 
 def best_rival(times: dict[str, Measurement]) -> float:
     """Microseconds of the fastest call that is not ours."""
-    return min(one.median_us for name, one in times.items() if not name.startswith("ours"))
+    return min(measurement.median_us for name, measurement in times.items() if not name.startswith("ours"))
 
 
 def ours_of(times: dict[str, Measurement]) -> float:
     """Microseconds of our call."""
-    return next(one.median_us for name, one in times.items() if name.startswith("ours"))
+    return next(measurement.median_us for name, measurement in times.items() if name.startswith("ours"))
 
 
 def windows(bench: Bench) -> None:
     """Windows over 65,536 tokens against FlexAttention and FlashAttention-4, which gets the layout that it knows."""
-    for layout, asked in ((Layout.BHSD, ("at least 1.35", "at least 0.97")), (Layout.BSHD, ("nothing", "nothing"))):
-        for left, wanted in zip((128, 1024), asked, strict=True):
+    for layout, targets in ((Layout.BHSD, ("at least 1.35", "at least 0.97")), (Layout.BSHD, ("nothing", "nothing"))):
+        for left, wanted in zip((128, 1024), targets, strict=True):
             ours = bench.ours(problem(65536, 56, heads=128, mask=f"window:{left},0", layout=layout))
             calls = with_rivals(ours, others=("flex", "fa4"))
             flops = dict.fromkeys(calls, ours.problem.flops())
@@ -213,10 +216,10 @@ def one_sided(bench: Bench) -> None:
     calls = {f"{ours.problem.mask} {described(ours)}": ours.call for ours in kinds}
     flops = {name: ours.problem.flops() for name, ours in zip(calls, kinds, strict=True)}
     times = list(bench.contest("One-sided windows, 65536 tokens, 16 heads, D 56, bfloat16", calls, flops).values())
-    for ours, one in zip(kinds[1:], times[1:], strict=True):
+    for ours, measurement in zip(kinds[1:], times[1:], strict=True):
         work = ours.problem.kept_pairs() / kinds[0].problem.kept_pairs()
         claim = f"Time of {ours.problem.mask} over causal, with {100 * (work - 1):.1f}% more pairs"
-        bench.rate(claim, one.median_us / times[0].median_us, "at most 1.03")
+        bench.rate(claim, measurement.median_us / times[0].median_us, "at most 1.03")
 
 
 def sparse(bench: Bench) -> None:
@@ -247,13 +250,13 @@ def sparse(bench: Bench) -> None:
 def packed(bench: Bench) -> None:
     """64 sequences of mixed lengths against what each would take among its like."""
     for mask in ("full", "causal"):
-        one = problem(
+        packed_problem = problem(
             2048, 128, batch=64, mask=mask, layout=Layout.PACKED, tokens_q=65536, tokens_kv=65536
         )  # fmt: skip
-        ours = bench.ours(one)
+        ours = bench.ours(packed_problem)
         alike = bench.ours(problem(1024, 128, batch=64, mask=mask, layout=Layout.BSHD))
         parts = 0.0
-        for length, _ in one.lengths():
+        for length, _ in packed_problem.lengths():
             part = problem(length, 128, batch=64, mask=mask, layout=Layout.BSHD)
             operands = inputs.make(part, DEVICE, torch.Generator().manual_seed(0))
             kernel = compiler.load(render.render(part, alike.variant), DEVICE)
@@ -264,7 +267,7 @@ def packed(bench: Bench) -> None:
             parts += looked.median_us / 64
         calls = with_rivals(ours)
         times = bench.contest(f"64 packed sequences, {mask}, 65536 tokens, 16 heads, D 128, bfloat16",
-                              calls, dict.fromkeys(calls, one.flops()))  # fmt: skip
+                              calls, dict.fromkeys(calls, packed_problem.flops()))  # fmt: skip
         bench.say(f"\nSum of the parts, each length alone in a batch of 64: {parts:.1f} us ({described(alike)})")
         bench.rate(f"Packed, {mask}, over the sum of its parts", ours_of(times) / parts, "at most 1.10")
 
@@ -274,23 +277,23 @@ def float32(bench: Bench) -> None:
     for precision, wanted in ((Precision.TF32, "at least 5"), (Precision.IEEE, "at least 1.3"), (Precision.TF32X3, "")):
         for seq, batch in ((4096, 4), (16384, 1)):
             for mask in ("full", "causal"):
-                one = problem(seq, 64, batch=batch, mask=mask, dtype=DType.FLOAT32, precision=precision)
-                ours = bench.ours(one)
+                float32_problem = problem(seq, 64, batch=batch, mask=mask, dtype=DType.FLOAT32, precision=precision)
+                ours = bench.ours(float32_problem)
                 # PyTorch has no tf32x3: its rival there is the same call in IEEE products.
                 calls: dict[str, Call] = {f"ours {described(ours)}": ours.call}
                 torch.set_float32_matmul_precision("highest")
-                calls |= pytorch_sdpa.calls(plain(one), ours.operands)
+                calls |= pytorch_sdpa.calls(plain(float32_problem), ours.operands)
                 title = f"float32 {precision.value}, B{batch} H16 S{seq} D64 {mask}"
-                times = bench.contest(title, calls, dict.fromkeys(calls, one.flops()))
+                times = bench.contest(title, calls, dict.fromkeys(calls, float32_problem.flops()))
                 bench.rate(f"{title}, over PyTorch's best", best_rival(times) / ours_of(times), wanted or "nothing")
 
 
-def plain(one: Problem) -> Problem:
+def plain(problem: Problem) -> Problem:
     """The same problem in IEEE products."""
     facts = {
-        name: getattr(one, name) for name in ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "mask")
+        name: getattr(problem, name) for name in ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "mask")
     }
-    return Problem(dtype=one.dtype, **facts)
+    return Problem(dtype=problem.dtype, **facts)
 
 
 def memory(bench: Bench) -> None:
@@ -318,13 +321,13 @@ def head_dims(bench: Bench) -> None:
     """Two tiles for a head dim that is no power of two against one padded tile."""
     for head_dim, wanted in ((80, "at least 1.2"), (96, "nothing")):
         for mask in ("full", "causal"):
-            one = problem(4096, head_dim, batch=4, mask=mask)
-            split = bench.ours(one, lambda variant: variant["HEAD_SPLIT"] == 1)
-            whole = bench.ours(one, lambda variant: variant["HEAD_SPLIT"] == 0)
+            measured_problem = problem(4096, head_dim, batch=4, mask=mask)
+            split = bench.ours(measured_problem, lambda variant: variant["HEAD_SPLIT"] == 1)
+            whole = bench.ours(measured_problem, lambda variant: variant["HEAD_SPLIT"] == 0)
             calls = {f"ours, two tiles {described(split)}": split.call, f"one tile {described(whole)}": whole.call}
-            calls |= pytorch_sdpa.calls(one, split.operands)
+            calls |= pytorch_sdpa.calls(measured_problem, split.operands)
             times = list(bench.contest(f"B4 H16 S4096 D{head_dim} {mask} bfloat16",
-                                       calls, dict.fromkeys(calls, one.flops())).values())  # fmt: skip
+                                       calls, dict.fromkeys(calls, measured_problem.flops())).values())  # fmt: skip
             bench.rate(f"D {head_dim} {mask}, padded over split", times[1].median_us / times[0].median_us, wanted)
 
 
@@ -344,8 +347,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("figures", nargs="*", metavar="FIGURE", help=f"some of {', '.join(FIGURES)}; all when none")
     parser.add_argument("--write", type=Path, help="a Markdown file for the tables")
-    asked = parser.parse_args()
-    if unknown := [name for name in asked.figures if name not in FIGURES]:
+    options = parser.parse_args()
+    if unknown := [name for name in options.figures if name not in FIGURES]:
         parser.error(f"figures are {', '.join(FIGURES)}, got {unknown[0]}")
     warnings.simplefilter("ignore")
     bench = Bench()
@@ -355,10 +358,10 @@ def main() -> None:
         f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}: "
         "`python benchmarks/kinds.py`"
     )
-    for figure in asked.figures or FIGURES:
+    for figure in options.figures or FIGURES:
         FIGURES[figure](bench)
-    if asked.write is not None:
-        asked.write.write_text("\n".join(bench.lines) + "\n", encoding="utf-8")
+    if options.write is not None:
+        options.write.write_text("\n".join(bench.lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -56,8 +56,8 @@ class Translate:
         # One by one: Triton's settings belong to the process.
         built = [compiler.build(source, self.ptx_arch).asm["ptx"] for source in self.sources]
         with ThreadPoolExecutor(THREADS) as pool:
-            made = [pool.submit(compiler.translated, ptx, device) for ptx in built]
-        return sum(one.exception() is None for one in made)
+            futures = [pool.submit(compiler.translated, ptx, device) for ptx in built]
+        return sum(future.exception() is None for future in futures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +111,8 @@ def _kernel(memory: Memory, source: Source, ptx_arch: int | None) -> Kernel | Fa
             memory[name] = compiler.load(source, torch.device("cuda"), ptx_arch=ptx_arch)
         except CompileError as error:
             memory[name] = Failure(outcome=Outcome.COMPILE_ERROR, detail=str(error))
-    found: Kernel | Failure = memory[name]
-    return found
+    kernel: Kernel | Failure = memory[name]
+    return kernel
 
 
 def _translated(kernel: Kernel) -> StaticReport | None:

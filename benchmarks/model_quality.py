@@ -106,7 +106,7 @@ def older() -> list[Case]:
 @cache
 def rows() -> tuple[Row, ...]:
     """All that was measured."""
-    found = []
+    measured_rows = []
     for path in sorted(VARIANTS.glob("*.jsonl")):
         recorded = search_recording.read(path)
         cases = tuple(
@@ -115,11 +115,11 @@ def rows() -> tuple[Row, ...]:
             if trial.time_us is not None and trial.report is not None
         )
         family = path.name.removeprefix(f"{DEVICE.name}_").partition("_forward")[0]
-        found.append(Row(name=family, problem=recorded.header.problem, cases=cases))
+        measured_rows.append(Row(name=family, problem=recorded.header.problem, cases=cases))
     for head_dim in (64, 128):
         own = tuple(case for case in older() if case.problem.head_dim == head_dim)
-        found.append(Row(name="older", problem=own[0].problem, cases=own))
-    return tuple(found)
+        measured_rows.append(Row(name="older", problem=own[0].problem, cases=own))
+    return tuple(measured_rows)
 
 
 # --- quality ----------------------------------------------------------------------------------------------------------
@@ -128,16 +128,16 @@ def rows() -> tuple[Row, ...]:
 def ranks(values: Sequence[float]) -> list[float]:
     """Ranks from 0, the mean rank where values tie."""
     order = sorted(range(len(values)), key=values.__getitem__)
-    found = [0.0] * len(values)
+    mean_ranks = [0.0] * len(values)
     start = 0
     while start < len(order):
         stop = start
         while stop + 1 < len(order) and values[order[stop + 1]] == values[order[start]]:
             stop += 1
         for place in order[start : stop + 1]:
-            found[place] = (start + stop) / 2
+            mean_ranks[place] = (start + stop) / 2
         start = stop + 1
-    return found
+    return mean_ranks
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
@@ -191,20 +191,20 @@ def quality(row: Row, predicted: Sequence[float]) -> Quality:
     )
 
 
-def table(found: Sequence[Quality]) -> list[str]:
+def table(judgements: Sequence[Quality]) -> list[str]:
     """A row for each family and problem, and one for each family."""
     lines = ["| family | problem | variants | Spearman | first choice | best of ten | error | bias |"]
     lines.append("|---|---|--:|--:|--:|--:|--:|--:|")
-    judged = [one for one in found if len(one.row.cases) > FEWEST]
-    lines += [one.cells() for one in judged]
+    judged = [judgement for judgement in judgements if len(judgement.row.cases) > FEWEST]
+    lines += [judgement.cells() for judgement in judged]
     lines += ["", "| family | problems | variants | Spearman: median, lowest | best of ten: median, worst |"]
     lines.append("|---|--:|--:|--:|--:|")
-    for family in [*sorted({one.row.name for one in judged}), "all"]:
-        own = [one for one in judged if family in (one.row.name, "all")]
-        scores, tens = [one.spearman for one in own], [one.ten for one in own]
+    for family in [*sorted({judgement.row.name for judgement in judged}), "all"]:
+        own = [judgement for judgement in judged if family in (judgement.row.name, "all")]
+        scores, tens = [judgement.spearman for judgement in own], [judgement.ten for judgement in own]
         lines.append(
-            f"| {family} | {len(own)} | {sum(len(one.row.cases) for one in own)} | {statistics.median(scores):.3f}, "
-            f"{min(scores):.3f} | {statistics.median(tens):.1%}, {max(tens):.1%} |"
+            f"| {family} | {len(own)} | {sum(len(judgement.row.cases) for judgement in own)} "
+            f"| {statistics.median(scores):.3f}, {min(scores):.3f} | {statistics.median(tens):.1%}, {max(tens):.1%} |"
         )
     return lines
 
@@ -212,12 +212,12 @@ def table(found: Sequence[Quality]) -> list[str]:
 # --- fitting ----------------------------------------------------------------------------------------------------------
 
 
-def fit(found: Sequence[Row], path: Path) -> Constants:
+def fit(training_rows: Sequence[Row], path: Path) -> Constants:
     """Least squares of the logarithm of the time about each row's mean, by Levenberg and Marquardt inside BOUNDS.
 
     The mean itself counts little: what a whole problem takes is no matter of ranks. Equal kernels are predicted once.
     """
-    groups = [_distinct(row, path) for row in found]
+    groups = [_distinct(row, path) for row in training_rows]
     groups = [group for group in groups if len(group) > 3]
     names = FITTED[path]
     low, high = (np.array([BOUNDS[name][side] for name in names]) for side in (0, 1))
@@ -263,7 +263,9 @@ def _distinct(row: Row, path: Path) -> list[tuple[Case, float, int]]:
         if case.path is path:
             key = (*case.variant.params, *case.report.loop.items(), case.report.registers)
             kernels.setdefault(key, []).append(case)
-    return [(same[0], statistics.geometric_mean(one.median_ms for one in same), len(same)) for same in kernels.values()]
+    return [
+        (same[0], statistics.geometric_mean(case.median_ms for case in same), len(same)) for same in kernels.values()
+    ]
 
 
 def fitted(without: Problem | None = None) -> dict[Path, Constants]:
@@ -296,8 +298,8 @@ def naive() -> list[str]:
     """What simpler rules reach."""
     lines = ["| rule | Spearman: median, lowest | best of ten: median, worst |", "|---|--:|--:|"]
     for name, rule in NAIVE.items():
-        found = [quality(row, [rule(case) for case in row.cases]) for row in rows() if len(row.cases) > FEWEST]
-        scores, tens = [one.spearman for one in found], [one.ten for one in found]
+        judgements = [quality(row, [rule(case) for case in row.cases]) for row in rows() if len(row.cases) > FEWEST]
+        scores, tens = [judgement.spearman for judgement in judgements], [judgement.ten for judgement in judgements]
         lines.append(
             f"| {name} | {statistics.median(scores):.2f}, {min(scores):.2f} | {statistics.median(tens):.0%}, "
             f"{max(tens):.0%} |"
@@ -321,11 +323,11 @@ def main() -> None:
     if options.left_out:
         with ProcessPoolExecutor(options.jobs) as pool:
             problems = list(dict.fromkeys(row.problem for row in rows()))
-            found = [one for part in pool.map(left_out, problems) for one in part]
+            judgements = [judgement for part in pool.map(left_out, problems) for judgement in part]
     else:
-        found = [quality(row, [milliseconds(case) for case in row.cases]) for row in rows()]
+        judgements = [quality(row, [milliseconds(case) for case in row.cases]) for row in rows()]
     command = "python benchmarks/model_quality.py" + " --left-out" * options.left_out
-    text = "\n".join([*table(sorted(found, key=lambda one: one.row.name)), "", *naive()])
+    text = "\n".join([*table(sorted(judgements, key=lambda judgement: judgement.row.name)), "", *naive()])
     tell(
         "How well the model ranks",
         command,

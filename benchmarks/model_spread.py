@@ -46,7 +46,9 @@ def drawn(count: int, seed: int) -> list[Example]:
         if len(example.times_us) >= LEAST:
             kinds[kind_of(example)].append(example)
     generator = random.Random(seed)
-    return [one for kind in sorted(kinds) for one in generator.sample(kinds[kind], min(count, len(kinds[kind])))]
+    return [
+        example for kind in sorted(kinds) for example in generator.sample(kinds[kind], min(count, len(kinds[kind])))
+    ]
 
 
 def qualities(examples: Iterable[Example]) -> Iterator[Quality]:
@@ -88,14 +90,15 @@ def table(judged: Iterable[Quality]) -> list[str]:
     lines = ["| kind | problems | variants | error: median, largest | bias | first choice: median, worst |"]
     lines.append("|---|--:|--:|--:|--:|--:|")
     kinds: dict[str, list[Quality]] = defaultdict(list)
-    for one in judged:
-        kinds[one.row.name].append(one)
+    for judgement in judged:
+        kinds[judgement.row.name].append(judgement)
     for kind, own in sorted(kinds.items()):
-        errors, regrets = [one.error for one in own], [1 + one.first for one in own]
-        bias = math.exp(statistics.fmean(math.log(one.bias) for one in own))
+        errors, regrets = [judgement.error for judgement in own], [1 + judgement.first for judgement in own]
+        bias = math.exp(statistics.fmean(math.log(judgement.bias) for judgement in own))
         lines.append(
-            f"| {kind} | {len(own)} | {sum(len(one.row.cases) for one in own)} | {statistics.median(errors):.2f}, "
-            f"{max(errors):.2f} | {bias:.2f} | {statistics.median(regrets):.2f}, {max(regrets):.2f} |"
+            f"| {kind} | {len(own)} | {sum(len(judgement.row.cases) for judgement in own)} "
+            f"| {statistics.median(errors):.2f}, {max(errors):.2f} | {bias:.2f} "
+            f"| {statistics.median(regrets):.2f}, {max(regrets):.2f} |"
         )
     return lines
 

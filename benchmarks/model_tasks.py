@@ -245,9 +245,9 @@ class Workload:
         self._forget_gradients()
         self._step()
         named = self.net.named_parameters()
-        found = [weight.grad.flatten() for name, weight in named if ".0." in name and weight.dim() == 2]
+        gradients = [weight.grad.flatten() for name, weight in named if ".0." in name and weight.dim() == 2]
         self._forget_gradients()
-        return torch.cat(found)
+        return torch.cat(gradients)
 
     @torch.no_grad()
     def _decoding(self, task: Task) -> Prepared:

@@ -144,20 +144,20 @@ def main() -> None:
         for example in examples
         if (variant := chosen[example.problem]) is not None and (own := loss(example, variant, cover)) is not None
     ]
-    found = list(pairs(examples, chosen, cover))
+    known_pairs = list(pairs(examples, chosen, cover))
     print(
         f"{len(known)} of {len(examples)} problems have the time of a portfolio that does not know them: "
         f"{math.exp(statistics.fmean(known)):.3f} of the best, in the median {math.exp(statistics.median(known)):.3f}; "
-        f"{len(found)} pairs"
+        f"{len(known_pairs)} pairs"
     )
     distances: dict[str, Callable[[Pair], float]] = {
         "sizes": lambda pair: pair.octaves,
         "work": lambda pair: pair.work,
     }
     for name, distance in distances.items():
-        best, saved = limit(found, distance)
+        best, saved = limit(known_pairs, distance)
         print(f"\n{name}: a limit of {best:g} octaves saves most, {saved:.2f} in logarithms\n")
-        print("\n".join(table(found, distance)))
+        print("\n".join(table(known_pairs, distance)))
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def contestants(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cau
     def by_door() -> torch.Tensor:
         return functional.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=gqa)
 
-    found = {
+    calls = {
         SDPA: Contestant(call=theirs),
         "autoattn.attention": Contestant(call=lambda: autoattn.attention(query, key, value, causal=causal)),
         "autoattn.attention with LSE (a kernel)": Contestant(
@@ -91,8 +91,8 @@ def contestants(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cau
                 theirs()
         except RuntimeError:
             continue
-        found[f"torch {name}"] = Contestant(call=theirs, around=lambda one=backend: sdpa_kernel(one))
-    return found
+        calls[f"torch {name}"] = Contestant(call=theirs, around=lambda sdp_backend=backend: sdpa_kernel(sdp_backend))
+    return calls
 
 
 def trained(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> dict[str, Contestant]:
@@ -121,13 +121,13 @@ def measure(calls: dict[str, Contestant], rounds: int) -> None:
     try:
         for number in range(-WARM, rounds):
             shuffle(order)
-            for one in order:
-                with one.around():
+            for contestant in order:
+                with contestant.around():
                     start = time.perf_counter_ns()
-                    one.call()
+                    contestant.call()
                     spent = time.perf_counter_ns() - start
                 if number >= 0:
-                    one.microseconds.append(spent / 1000)
+                    contestant.microseconds.append(spent / 1000)
             if number % ROUNDS_IN_FLIGHT == 0:
                 torch.cuda.synchronize()
     finally:
@@ -145,13 +145,13 @@ def table(shape: tuple[int, int, int, int, int, bool], rounds: int, *, training:
     calls = (trained if training else contestants)(query, key, value, causal)
     route = autoattn.explain(query, key, value, causal=causal).route
     measure(calls, rounds)
-    medians = {name: statistics.median(one.microseconds) for name, one in calls.items()}
+    medians = {name: statistics.median(contestant.microseconds) for name, contestant in calls.items()}
     title = f"B{batch} H{heads_q}/{heads_kv} S{seq} D{head_dim} {'causal' if causal else 'full'}, bfloat16"
     title += ", both passes" if training else ""
     lines = [f"\n### {title}: `autoattn.attention` takes {route}\n", "| call | median us | 10% to 90% | over SDPA |"]
     lines.append("|---|---|---|---|")
-    for name, one in calls.items():
-        tenths = statistics.quantiles(one.microseconds, n=10)
+    for name, contestant in calls.items():
+        tenths = statistics.quantiles(contestant.microseconds, n=10)
         ratio = medians[name] / medians[SDPA]
         lines.append(f"| {name} | {medians[name]:.1f} | {tenths[0]:.1f} to {tenths[-1]:.1f} | {ratio:.2f} |")
     return lines
@@ -162,22 +162,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=10_000, help="of each kind and shape")
     parser.add_argument("--write", action="store_true", help="keep the tables under benchmarks/results/")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     card = nvidia.present()
     if card is None:
         parser.error("this measures on an NVIDIA GPU, and torch finds none")
     lines = [
         f"# What a call costs the CPU that feeds an {torch.cuda.get_device_name()}, {date.today()}\n",
         f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}, "
-        f"medians of {asked.calls} calls: `python benchmarks/overhead.py`",
+        f"medians of {options.calls} calls: `python benchmarks/overhead.py`",
     ]
     print("\n".join(lines), flush=True)
     for shape in (*SHAPES, *TRAINED):
         training = shape in TRAINED
-        found = table(shape, asked.calls // 10 if training else asked.calls, training=training)
-        print("\n".join(found), flush=True)
-        lines += found
-    if asked.write:
+        shape_lines = table(shape, options.calls // 10 if training else options.calls, training=training)
+        print("\n".join(shape_lines), flush=True)
+        lines += shape_lines
+    if options.write:
         path = keep(f"{card.name}_overhead", "\n".join(lines))
         print(f"\nwrote {path}")
 

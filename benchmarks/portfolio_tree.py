@@ -187,7 +187,7 @@ def _of_numbers(examples: Sequence[Example], questions: Sequence[tuple[str, floa
     if not low or not high:
         return _of_numbers(examples, others, least_gain)
     then, otherwise = (_of_numbers(half, others, least_gain) for half in (low, high))
-    return _asked(fact, below, then, otherwise)
+    return _question(fact, below, then, otherwise)
 
 
 def _grown(table: _Table, ancestors: Sequence[Rows], cost: float) -> Tree:
@@ -201,10 +201,10 @@ def _grown(table: _Table, ancestors: Sequence[Rows], cost: float) -> Tree:
     low = table.features[rows, FEATURES.index(feature)] < number
     then = _grown(table, [*ancestors, rows[low]], below)
     otherwise = _grown(table, [*ancestors, rows[~low]], above)
-    return _asked(feature, number, then, otherwise)
+    return _question(feature, number, then, otherwise)
 
 
-def _asked(fact: str, below: float, then: Tree, otherwise: Tree) -> Tree:
+def _question(fact: str, below: float, then: Tree, otherwise: Tree) -> Tree:
     """A question, or its answer where both are alike: the second best of a half may differ where the first do not."""
     return then if then == otherwise else Question(fact=fact, below=below, then=then, otherwise=otherwise)
 

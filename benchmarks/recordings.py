@@ -62,7 +62,7 @@ def causal(batch: int, heads: int, tokens: int, head_dim: int) -> Problem:
 def measured() -> list[Recording]:
     """The two halves of the measured file, each with its own head dim."""
     rows = json.loads(VARIANTS.read_text())["trials"]
-    found = []
+    recordings = []
     for head_dim in (64, 128):
         problem = causal(4, 16, 4096, head_dim)
         trials = []
@@ -76,7 +76,7 @@ def measured() -> list[Recording]:
                 time_us = round(1e3 * row["median_ms"], 3)
                 variant = Variant.of(OLDER, params)
                 trials.append(search_recording.trial_of(problem, Evidence.MEASURED, variant, Outcome.OK, time_us))
-        one = search_recording.of_trials(
+        recording = search_recording.of_trials(
             trials,
             problem=problem,
             device=DEVICE.name,
@@ -84,8 +84,8 @@ def measured() -> list[Recording]:
             versions={"triton": "3.6.0"},
             source=f"benchmarks/data/{VARIANTS.name}: medians of triton.testing.do_bench on an NVIDIA H200",
         )
-        found.append(one)
-    return found
+        recordings.append(recording)
+    return recordings
 
 
 def predicted(jobs: int) -> list[Recording]:
@@ -94,7 +94,9 @@ def predicted(jobs: int) -> list[Recording]:
     shipped = search_space.load(TEMPLATE)
     points = [dict(zip(GRID, values, strict=True)) for values in itertools.product(*GRID.values())]
     variants = [Variant.of(TEMPLATE, {**BASE, **point}) for point in points]
-    variants = [one for one in variants if not any(shipped.why_infeasible(one, each, DEVICE) for each in problems)]
+    variants = [
+        variant for variant in variants if not any(shipped.why_infeasible(variant, each, DEVICE) for each in problems)
+    ]
     with Pool(size=jobs, environment={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}) as pool:
         reports = _compiled(pool, problems[0], variants)
     return [_predictions(problem, reports) for problem in problems]
@@ -105,13 +107,13 @@ def _compiled(pool: Pool, problem: Problem, variants: list[Variant]) -> dict[Var
     for variant in variants:
         job = Inspect(source=render.render(problem, variant), arch=DEVICE.arch)
         tickets[pool.submit(job, COMPILE_SECONDS)] = variant
-    found: dict[Variant, StaticReport | Failure] = {}
-    while len(found) < len(variants):
+    reports: dict[Variant, StaticReport | Failure] = {}
+    while len(reports) < len(variants):
         for ticket, report in pool.next_results():
-            found[tickets[ticket]] = report
-        print(f"\r{problem}: {len(found)} of {len(variants)} compiled", end="", flush=True)
+            reports[tickets[ticket]] = report
+        print(f"\r{problem}: {len(reports)} of {len(variants)} compiled", end="", flush=True)
     print()
-    return {variant: found[variant] for variant in variants}
+    return {variant: reports[variant] for variant in variants}
 
 
 def _predictions(problem: Problem, reports: dict[Variant, StaticReport | Failure]) -> Recording:
@@ -135,13 +137,13 @@ def _predictions(problem: Problem, reports: dict[Variant, StaticReport | Failure
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("evidence", choices=[one.value for one in Evidence])
-    asked = Evidence(parser.parse_args().evidence)
-    found = measured() if asked is Evidence.MEASURED else predicted(cores())
-    for one in found:
-        path = RECORDINGS / asked.value / f"{one.header.device}_{one.header.problem.key}.jsonl"
-        search_recording.write(one, path)
-        print(f"{len(one.trials)} variants, the best takes {one.best_us:.1f} us: {path}")
+    parser.add_argument("evidence", choices=[kind.value for kind in Evidence])
+    evidence = Evidence(parser.parse_args().evidence)
+    recordings = measured() if evidence is Evidence.MEASURED else predicted(cores())
+    for recording in recordings:
+        path = RECORDINGS / evidence.value / f"{recording.header.device}_{recording.header.problem.key}.jsonl"
+        search_recording.write(recording, path)
+        print(f"{len(recording.trials)} variants, the best takes {recording.best_us:.1f} us: {path}")
 
 
 if __name__ == "__main__":

@@ -111,13 +111,13 @@ def contest(problem: Problem, trials: Sequence[Trial], noise: Noise, effort: Eff
 
     enough = paired_stats.stopper(list(named), seconds=PROFILES[effort].final_seconds, now=lambda: clock_s)
     taken = paired_stats.hold(list(named), sample, pulse, seed=0, enough=enough)
-    times = [summary([one.times_us[name] for one in taken], problem.flops(), []) for name in named]
+    times = [summary([round_.times_us[name] for round_ in taken], problem.flops(), []) for name in named]
     result = Finished(verdicts=(RIGHT,) * len(trials), measurements=tuple(times), rivals=(), rounds=tuple(taken))
     decision = finals.decide(trials, result, objective=Objective.TIME, default=trials[0].variant, previous=None)
     assert isinstance(decision, Decision), decision
     lowest = trials[min(range(len(trials)), key=lambda place: times[place].median_us)].digest
     best = min((trial.digest for trial in trials), key=noise.true_us.__getitem__)
-    members = frozenset(one.source_digest for one in decision.finals.finalists if one.tied)
+    members = frozenset(finalist.source_digest for finalist in decision.finals.finalists if finalist.tied)
     return Tuned(
         winner=decision.winner.digest,
         members=members,
@@ -133,7 +133,7 @@ def contest(problem: Problem, trials: Sequence[Trial], noise: Noise, effort: Eff
 def searched(recorded: Recording, spread: float, seed: int, effort: Effort) -> Tuned:
     """One search on noisy times, with the tuner's default seed, and its finals."""
     digests = {variant: digest_of(str(variant)) for variant in recorded.trials}
-    times = {digests[one]: trial.time_us for one, trial in recorded.trials.items() if trial.time_us is not None}
+    times = {digests[variant]: trial.time_us for variant, trial in recorded.trials.items() if trial.time_us is not None}
     noise = Noise(times, spread, seed)
     limit = PROFILES[effort].trials
     shipped = search_space.load("triton/forward").seeds_for(
@@ -141,11 +141,12 @@ def searched(recorded: Recording, spread: float, seed: int, effort: Effort) -> T
     )
     own = recorded.space.choices
     seeds = [
-        Variant.of(recorded.header.template, {name: v for name, v in one.params if name in own}) for one in shipped
+        Variant.of(recorded.header.template, {name: v for name, v in shipped_seed.params if name in own})
+        for shipped_seed in shipped
     ]
     study = replay.search_of(recorded, Sampler.TPE, seed=0, seeds=seeds, budget=limit)
     flying: deque[Variant] = deque()
-    found: list[Trial] = []
+    working: list[Trial] = []
     begun = 0
     while True:
         while begun < limit and len(flying) < MEASURED_WINDOW and (variant := study.propose()) is not None:
@@ -158,16 +159,22 @@ def searched(recorded: Recording, spread: float, seed: int, effort: Effort) -> T
             digest = digests[trial.variant]
             looked = replace(trial.measurement, median_us=noise.screened(digest))
             trial = replace(trial, measurement=looked, digest=digest, verdict=RIGHT)
-            found.append(trial)
+            working.append(trial)
         study.record(trial)
-    trials = finals.shortlist(found, PROFILES[effort].finalists, Objective.TIME)
+    trials = finals.shortlist(working, PROFILES[effort].finalists, Objective.TIME)
     return contest(recorded.header.problem, trials, noise, effort)
 
 
 def met_again(entry: CacheEntry, spread: float, seed: int, effort: Effort) -> Tuned:
     """The finals of an entry's winner and candidates, at the times that the entry has for them."""
-    times = {entry.source_digest: entry.time_us, **{one.source_digest: one.time_us for one in entry.candidates}}
-    points = {entry.source_digest: entry.variant, **{one.source_digest: one.variant for one in entry.candidates}}
+    times = {
+        entry.source_digest: entry.time_us,
+        **{candidate.source_digest: candidate.time_us for candidate in entry.candidates},
+    }
+    points = {
+        entry.source_digest: entry.variant,
+        **{candidate.source_digest: candidate.variant for candidate in entry.candidates},
+    }
     trials = [Trial(variant=points[digest], outcome=Outcome.OK, digest=digest, report=entry.report) for digest in times]
     return contest(entry.problem, trials, Noise(times, spread, seed), effort)
 
@@ -179,9 +186,9 @@ def usual(winners: Sequence[object]) -> int:
 
 def agreeing(tunes: Sequence[Tuned]) -> int:
     """How many have the usual winner, or one that shares a class with it in either tune."""
-    first = Counter(one.winner for one in tunes).most_common(1)[0][0]
-    reference = frozenset().union(*(one.members for one in tunes if one.winner == first))
-    return sum(one.winner in reference or first in one.members for one in tunes)
+    first = Counter(tune.winner for tune in tunes).most_common(1)[0][0]
+    reference = frozenset().union(*(tune.members for tune in tunes if tune.winner == first))
+    return sum(tune.winner in reference or first in tune.members for tune in tunes)
 
 
 COLUMNS = (
@@ -194,19 +201,19 @@ HEAD = [f"| {' | '.join(COLUMNS)} |", f"|{'--:|' * len(COLUMNS)}"]
 
 def row(spread: float, groups: Sequence[Sequence[Tuned]]) -> str:
     """One line over groups of repeated tunes of one problem each."""
-    tunes = [one for group in groups for one in group]
-    regrets, lowest = [one.regret for one in tunes], [one.lowest_regret for one in tunes]
-    same = sum(usual([one.winner for one in group]) for group in groups)
+    tunes = [tune for group in groups for tune in group]
+    regrets, lowest = [tune.regret for tune in tunes], [tune.lowest_regret for tune in tunes]
+    same = sum(usual([tune.winner for tune in group]) for group in groups)
     agreed = [agreeing(group) for group in groups]
     whole = sum(count == len(group) for count, group in zip(agreed, groups, strict=True))
-    by_median = sum(usual([one.lowest for one in group]) for group in groups)
-    best = sum(one.has_best for one in tunes)
+    by_median = sum(usual([tune.lowest for tune in group]) for group in groups)
+    best = sum(tune.has_best for tune in tunes)
     return (
         f"| {spread:.1%} | {same / len(tunes):.1%} | {sum(agreed) / len(tunes):.1%} | {whole} of {len(groups)} "
         f"| {by_median / len(tunes):.1%} | {best / len(tunes):.1%} "
         f"| {statistics.fmean(regrets):.2%}, {max(regrets):.2%} "
-        f"| {statistics.fmean(lowest):.2%}, {max(lowest):.2%} | {statistics.median(one.rounds for one in tunes):.0f} "
-        f"| {sum(one.decided for one in tunes) / len(tunes):.1%} |"
+        f"| {statistics.fmean(lowest):.2%}, {max(lowest):.2%} | {statistics.median(tune.rounds for tune in tunes):.0f} "
+        f"| {sum(tune.decided for tune in tunes) / len(tunes):.1%} |"
     )
 
 
@@ -221,7 +228,7 @@ def simulated(tunes: int) -> list[str]:
             lines.append(row(spread, [[searched(recorded, spread, seed, effort) for seed in range(tunes)]]))
         lines.append("")
     for file in store.read_folder(resources.shipped_cache()):
-        entries = [one for one in file.entries.values() if one.evidence is Evidence.MEASURED and one.candidates]
+        entries = [entry for entry in file.entries.values() if entry.evidence is Evidence.MEASURED and entry.candidates]
         if not entries:
             continue
         lines += [f"## Finals of the winner and candidates of {len(entries)} problems on {file.device}", "", *HEAD]
@@ -259,35 +266,37 @@ def met(problem: Problem, winners: Sequence[Variant], seconds: float) -> str:
         return f"{result.outcome.value}: {result.detail}"
     counted = paired_stats.good(result.rounds)
     names = [finalist_name(place) for place in range(len(winners))]
-    found = paired_stats.ties(counted, names)
+    ties = paired_stats.ties(counted, names)
     leads = [
-        paired_stats.interval(counted, one, found.leader, finalists=len(names)) for one in names if one != found.leader
+        paired_stats.interval(counted, name, ties.leader, finalists=len(names)) for name in names if name != ties.leader
     ]
-    words = ", ".join(f"{one.ratio:.4f} ({one.low:.4f}-{one.high:.4f})" for one in leads if one is not None)
-    return f"{len(found.members)} of {len(names)} in one class; over the fastest: {words or 'too few rounds'}"
+    words = ", ".join(f"{lead.ratio:.4f} ({lead.low:.4f}-{lead.high:.4f})" for lead in leads if lead is not None)
+    return f"{len(ties.members)} of {len(names)} in one class; over the fastest: {words or 'too few rounds'}"
 
 
 def measured(file: Path, group: str | None, effort: str, tunes: int, more: Sequence[str]) -> tuple[int, list[str]]:
     """How many tunes ended, and the table over them."""
-    named = [one for one in shapes_file.load(file) if group is None or group in one.groups]
+    named = [
+        named_problem for named_problem in shapes_file.load(file) if group is None or group in named_problem.groups
+    ]
     arguments = ["--shapes", str(file), "--effort", effort, *(["--group", group] if group else []), *more]
-    found = []
+    caches = []
     with contextlib.suppress(KeyboardInterrupt):  # what was tuned by then is told
         for number in range(tunes):
             begin = time.monotonic()
             with tempfile.TemporaryDirectory() as folder:
-                found.append(tuned(arguments, Path(folder)))
+                caches.append(tuned(arguments, Path(folder)))
             print(f"tune {number + 1} of {tunes}: {time.monotonic() - begin:.1f} s", flush=True)
-    if not found:
+    if not caches:
         raise SystemExit("no tune ended")
-    tunes = len(found)
+    tunes = len(caches)
     lines = [
         "| problem | same winner | same or one class, by the entries | distinct winners in a contest of their own "
         "| class sizes | us | rounds |",
         "|---|--:|--:|---|---|---|---|",
     ]
-    for one in named:
-        entries = [entries[one.problem.key] for entries in found]
+    for named_problem in named:
+        entries = [entries[named_problem.problem.key] for entries in caches]
         winners = Counter(entry.source_digest for entry in entries)
         first = winners.most_common(1)[0][0]
         classes = [
@@ -299,8 +308,9 @@ def measured(file: Path, group: str | None, effort: str, tunes: int, more: Seque
         agree = sum(winner in reference or first in group for winner, group in pairs)
         distinct = {entry.source_digest: entry.variant for entry in entries}
         lines.append(
-            f"| {one.problem} | {winners[first]} of {tunes} | {agree} of {tunes} "
-            f"| {met(one.problem, list(distinct.values()), 5.0)} | {', '.join(str(len(group)) for group in classes)} "
+            f"| {named_problem.problem} | {winners[first]} of {tunes} | {agree} of {tunes} "
+            f"| {met(named_problem.problem, list(distinct.values()), 5.0)} "
+            f"| {', '.join(str(len(group)) for group in classes)} "
             f"| {', '.join(f'{entry.time_us:.1f}' for entry in entries)} "
             f"| {', '.join(str(entry.finals.rounds) for entry in entries if entry.finals is not None)} |"
         )
@@ -318,22 +328,22 @@ def redone(path: Path) -> list[str]:
     taken: list[Round] = list(samples.rounds)
     counted = paired_stats.good(taken)
     ours = list(samples.kernels)
-    found = paired_stats.ties(counted, ours)
+    ties = paired_stats.ties(counted, ours)
     winner = next(name for name, digest in samples.kernels.items() if digest == samples.winner)
     lines = [
         f"## {samples.problem}, {samples.fingerprint}",
         "",
         f"{len(taken)} rounds, {len(taken) - len(counted)} of them discarded; winner {samples.winner}, "
-        f"class of {len(found.members)}{'' if found.decided else ', undecided'}.",
+        f"class of {len(ties.members)}{'' if ties.decided else ', undecided'}.",
         "",
         "| contestant | median us | time over the winner's | class |",
         "|---|--:|--:|---|",
     ]
-    medians = {name: statistics.median(one.times_us[name] for one in counted) for name in taken[0].times_us}
+    medians = {name: statistics.median(round_.times_us[name] for round_ in counted) for name in taken[0].times_us}
     for name in sorted(medians, key=medians.__getitem__):
         lead = None if name == winner else paired_stats.interval(counted, name, winner, finalists=len(ours))
         words = f"{lead.ratio:.4f} ({lead.low:.4f}-{lead.high:.4f})" if lead is not None else "-"
-        tied = "tied" if name in found.members else ""
+        tied = "tied" if name in ties.members else ""
         lines.append(f"| {samples.kernels.get(name, name)} | {medians[name]:.2f} | {words} | {tied} |")
     return [*lines, ""]
 
@@ -342,14 +352,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     modes = parser.add_subparsers(dest="mode", required=True)
     for mode in ("simulated", "measured"):
-        one = modes.add_parser(mode)
-        one.add_argument("--tunes", type=int, default=20)
-        one.add_argument("--write", action="store_true", help="keep the tables under benchmarks/results/")
+        subparser = modes.add_parser(mode)
+        subparser.add_argument("--tunes", type=int, default=20)
+        subparser.add_argument("--write", action="store_true", help="keep the tables under benchmarks/results/")
         if mode == "measured":
-            one.add_argument("--shapes", type=Path, required=True)
-            one.add_argument("--group")
-            one.add_argument("--effort", default="quick")
-            one.add_argument("more", nargs="*", help="further options of autoattn tune, behind --")
+            subparser.add_argument("--shapes", type=Path, required=True)
+            subparser.add_argument("--group")
+            subparser.add_argument("--effort", default="quick")
+            subparser.add_argument("more", nargs="*", help="further options of autoattn tune, behind --")
     modes.add_parser("redo").add_argument("files", type=Path, nargs="+")
     options = parser.parse_args()
     if options.mode == "redo":

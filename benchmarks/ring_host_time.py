@@ -56,29 +56,29 @@ def issue_seconds(timer: RankTimer, call: Callable[[], object]) -> float:
 
 def profile(call: Callable[[], object]) -> str:
     """Where the host's time goes, the functions that take the most by themselves first, then with all they call."""
-    found = cProfile.Profile()
+    profiler = cProfile.Profile()
     with torch.autograd.set_multithreading_enabled(False):
-        found.enable()
+        profiler.enable()
         for _ in range(PROFILED):
             call()
-        found.disable()
+        profiler.disable()
     file = io.StringIO()
     for order in ("tottime", "cumtime"):
-        pstats.Stats(found, stream=file).sort_stats(order).print_stats(LINES)
+        pstats.Stats(profiler, stream=file).sort_stats(order).print_stats(LINES)
     return file.getvalue()
 
 
 def lines(timer: RankTimer, rows: list[str], *, profiled: bool) -> list[tuple[str, str]]:
     """Of each row, a line of Markdown and the profile of both passes."""
-    found = []
+    lines_and_profiles = []
     tokens, sizes = (CARD_TOKENS, {}) if timer.device.type == "cuda" else (TOKENS, SIZES)
     for name in rows:
         for learns in (False, True):
             row = Row(name=name, tokens=tokens, learns=learns)
             call = context_rows.over_ranks(timer, row, OURS[row.own_method][0], **sizes)
             line = f"| {name} | {row.passes} | {issue_seconds(timer, call) * 1e6:.0f} |"
-            found.append((line, f"{line}\n{profile(call)}" if profiled and learns else ""))
-    return found
+            lines_and_profiles.append((line, f"{line}\n{profile(call)}" if profiled and learns else ""))
+    return lines_and_profiles
 
 
 def main() -> None:
@@ -90,16 +90,16 @@ def main() -> None:
     given = parser.parse_args()
     job = partial(lines, rows=given.rows.split(","), profiled=given.profile is not None)
     if torch.cuda.device_count() >= given.ranks:
-        found = rank_processes.run(job, given.ranks, "nccl", list[tuple[str, str]], seconds=60.0)
+        lines_and_profiles = rank_processes.run(job, given.ranks, "nccl", list[tuple[str, str]], seconds=60.0)
     else:
         torch.set_num_threads(1)
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=given.ranks)
         with fake_card():
-            found = job(RankTimer(ranks=ranks_of(dist.group.WORLD), device=torch.device("cpu")))
+            lines_and_profiles = job(RankTimer(ranks=ranks_of(dist.group.WORLD), device=torch.device("cpu")))
     print("| row | passes | host us a call |\n|---|---|--:|")
-    print("\n".join(line for line, _ in found))
+    print("\n".join(line for line, _ in lines_and_profiles))
     if given.profile:
-        given.profile.write_text("".join(text for _, text in found), encoding="utf-8")
+        given.profile.write_text("".join(text for _, text in lines_and_profiles), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -56,12 +56,12 @@ class Written:
 
 def write_for(folder: Path, number: int, seconds: float, barrier: threading.Barrier) -> Written:
     """Merges one entry after the other: two of its own problems, then one that all write."""
-    rng, told = random.Random(number), Written()
+    rng, log = random.Random(number), Written()
     barrier.wait()
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        shared = told.merges % 3 == 2
-        batch = 1 + rng.randrange(SHARED) if shared else (number + 1) * OWN + told.merges
+        shared = log.merges % 3 == 2
+        batch = 1 + rng.randrange(SHARED) if shared else (number + 1) * OWN + log.merges
         time_us = float(rng.randrange(1, 10**6))
         make = rng.choice((samples.measured, samples.predicted))
         entry = make(samples.problem(batch=batch), time_us=time_us, report=None, candidates=())
@@ -69,14 +69,14 @@ def write_for(folder: Path, number: int, seconds: float, barrier: threading.Barr
         try:
             store.merge(folder, samples.H200, Op.FORWARD, [entry])
         except AutoattnError as error:
-            told.errors.append(str(error))
+            log.errors.append(str(error))
             continue
-        told.merges += 1
+        log.merges += 1
         if not shared:
-            told.own[entry.problem.key] = time_us
+            log.own[entry.problem.key] = time_us
         elif entry.evidence is Evidence.MEASURED:
-            told.shared.setdefault(entry.problem.key, set()).add(time_us)
-    return told
+            log.shared.setdefault(entry.problem.key, set()).add(time_us)
+    return log
 
 
 def read_until(folder: Path, seconds: float, barrier: threading.Barrier) -> tuple[int, list[str]]:
@@ -86,29 +86,29 @@ def read_until(folder: Path, seconds: float, barrier: threading.Barrier) -> tupl
     seen: set[str] = set()
     while time.monotonic() < end:
         try:
-            found = store.lookup(folder, samples.H200, Op.FORWARD).keys()
+            keys = store.lookup(folder, samples.H200, Op.FORWARD).keys()
         except AutoattnError as error:
             faults.append(str(error))
             continue
         reads += 1
-        if not seen <= found:
-            faults.append(f"{len(seen - found)} entries were gone")
-        seen = set(found)
+        if not seen <= keys:
+            faults.append(f"{len(seen - keys)} entries were gone")
+        seen = set(keys)
         time.sleep(0.02)
     return reads, faults
 
 
-def lost(found: dict[str, CacheEntry], told: list[Written]) -> list[str]:
+def lost(entries: dict[str, CacheEntry], logs: list[Written]) -> list[str]:
     """What a writer was told that is not in the cache."""
     faults = []
-    for one in told:
-        for key, time_us in one.own.items():
-            if key not in found or found[key].time_us != time_us:
+    for log in logs:
+        for key, time_us in log.own.items():
+            if key not in entries or entries[key].time_us != time_us:
                 faults.append(f"{key} is lost")
-    shared = {key for one in told for key in one.shared}
+    shared = {key for log in logs for key in log.shared}
     for key in sorted(shared):
-        times = set().union(*(one.shared.get(key, set()) for one in told))
-        if key not in found or found[key].evidence is not Evidence.MEASURED or found[key].time_us not in times:
+        times = set().union(*(log.shared.get(key, set()) for log in logs))
+        if key not in entries or entries[key].evidence is not Evidence.MEASURED or entries[key].time_us not in times:
             faults.append(f"{key} has lost its measurement")
     return faults
 
@@ -122,20 +122,20 @@ def writers(processes: int, seconds: float) -> tuple[str, int]:
             barrier = manager.Barrier(processes + 1)
             tickets = [pool.submit(write_for, folder, number, seconds, barrier) for number in range(processes)]
             reads, unreadable = pool.submit(read_until, folder, seconds, barrier).result()
-            told = [ticket.result() for ticket in tickets]
+            logs = [ticket.result() for ticket in tickets]
         path = store.path_of(folder, samples.H200, Op.FORWARD)
-        found = dict(store.read(path).entries)
-        size, left = path.stat().st_size, [one.name for one in path.parent.iterdir() if one.suffix == ".tmp"]
+        entries = dict(store.read(path).entries)
+        size, left = path.stat().st_size, [file.name for file in path.parent.iterdir() if file.suffix == ".tmp"]
     finally:
         shutil.rmtree(folder)
-    errors = [error for one in told for error in one.errors]
-    faults = [*lost(found, told), *unreadable, *(f"{name} was left behind" for name in left)]
+    errors = [error for log in logs for error in log.errors]
+    faults = [*lost(entries, logs), *unreadable, *(f"{name} was left behind" for name in left)]
     rows: dict[str, int | str] = {
-        "entries merged": sum(one.merges for one in told),
-        "of the slowest and the fastest writer": f"{min(o.merges for o in told):,} and {max(o.merges for o in told):,}",
-        "entries of one writer alone": sum(len(one.own) for one in told),
-        "problems that all wrote": len({key for key in found if found[key].problem.batch <= SHARED}),
-        "entries and bytes of the file at the end": f"{len(found):,} and {size:,}",
+        "entries merged": sum(log.merges for log in logs),
+        "of the slowest and the fastest writer": f"{min(o.merges for o in logs):,} and {max(o.merges for o in logs):,}",
+        "entries of one writer alone": sum(len(log.own) for log in logs),
+        "problems that all wrote": len({key for key in entries if entries[key].problem.batch <= SHARED}),
+        "entries and bytes of the file at the end": f"{len(entries):,} and {size:,}",
         "readings meanwhile": reads,
         "merges refused in a sentence": len(errors),
         "lost, unreadable or left behind": len(faults),
@@ -151,17 +151,17 @@ def texts(kind: Kind) -> list[tuple[str, str]]:
         return [("space.yaml", resources.space_path("triton/forward").read_text(encoding="utf-8"))]
     if kind is Kind.SHAPES:
         paths = sorted((ROOT / "benchmarks" / "shapes").glob("*.yaml"))
-        found = [(path.name, path.read_text(encoding="utf-8")) for path in paths]
-        return [(name, text) for name, text in found if len(text) <= LARGEST]
+        named_texts = [(path.name, path.read_text(encoding="utf-8")) for path in paths]
+        return [(name, text) for name, text in named_texts if len(text) <= LARGEST]
     if kind is Kind.JOURNAL:
         with tempfile.TemporaryDirectory(prefix="autoattn-journal-") as folder:
             return [("study.journal", spoilt.journal(Path(folder) / "study.journal"))]
-    made = []
+    cache_texts = []
     for file in store.read_folder(ROOT / "cache"):
         for start in range(0, len(file.entries), max(1, len(file.entries) // 8)):
             some = dict(list(file.entries.items())[start : start + ENTRIES])
-            made.append((f"{file.device}/{file.name}", file_format.encode(replace(file, entries=some)).decode()))
-    return made
+            cache_texts.append((f"{file.device}/{file.name}", file_format.encode(replace(file, entries=some)).decode()))
+    return cache_texts
 
 
 def drawn(seed: int, number: int) -> tuple[Kind, str, bytes]:
@@ -184,7 +184,7 @@ _TEXTS: dict[Kind, list[tuple[str, str]]] = {}
 
 def judged(seed: int, numbers: range) -> list[tuple[int, Kind, Fate, float]]:
     """What became of mutants, and the seconds that each took."""
-    found = []
+    judgements = []
     with tempfile.TemporaryDirectory(prefix="autoattn-mutants-") as folder:
         for number in numbers:
             kind, name, data = drawn(seed, number)
@@ -193,9 +193,9 @@ def judged(seed: int, numbers: range) -> list[tuple[int, Kind, Fate, float]]:
             path.write_bytes(data)
             began = time.monotonic()
             fate = spoilt.fate(kind, path)
-            found.append((number, kind, fate, time.monotonic() - began))
+            judgements.append((number, kind, fate, time.monotonic() - began))
             path.unlink()
-    return found
+    return judgements
 
 
 def chunks(count: int) -> Iterator[range]:
@@ -247,32 +247,32 @@ def main() -> int:
     """Runs one of the two, prints it, and keeps it if asked; 1 when something was lost or read wrongly."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("writers", help="processes that write one cache")
-    one.add_argument("--processes", type=int, default=8)
-    one.add_argument("--seconds", type=float, default=60.0)
-    other = commands.add_parser("mutants", help="spoilt cache and YAML files")
-    other.add_argument("--count", type=int, default=10_000)
-    other.add_argument("--seed", type=int, default=0)
-    other.add_argument("--jobs", type=int, default=2, help="processes")
-    other.add_argument("--only", type=int, help="the number of one mutant, which is printed")
-    for each in (one, other):
+    writers_parser = commands.add_parser("writers", help="processes that write one cache")
+    writers_parser.add_argument("--processes", type=int, default=8)
+    writers_parser.add_argument("--seconds", type=float, default=60.0)
+    mutants_parser = commands.add_parser("mutants", help="spoilt cache and YAML files")
+    mutants_parser.add_argument("--count", type=int, default=10_000)
+    mutants_parser.add_argument("--seed", type=int, default=0)
+    mutants_parser.add_argument("--jobs", type=int, default=2, help="processes")
+    mutants_parser.add_argument("--only", type=int, help="the number of one mutant, which is printed")
+    for each in (writers_parser, mutants_parser):
         each.add_argument("--write", action="store_true", help="keep the result in benchmarks/results")
-    asked = parser.parse_args()
-    if asked.command == "mutants" and asked.only is not None:
-        print(drawn(asked.seed, asked.only)[2].decode(errors="replace"))
-        print(judged(asked.seed, range(asked.only, asked.only + 1)))
+    options = parser.parse_args()
+    if options.command == "mutants" and options.only is not None:
+        print(drawn(options.seed, options.only)[2].decode(errors="replace"))
+        print(judged(options.seed, range(options.only, options.only + 1)))
         return 0
-    if asked.command == "writers":
+    if options.command == "writers":
         title, arguments = (
             "Processes that write one cache",
-            f"--processes {asked.processes} --seconds {asked.seconds:g}",
+            f"--processes {options.processes} --seconds {options.seconds:g}",
         )
-        text, faults = writers(asked.processes, asked.seconds)
+        text, faults = writers(options.processes, options.seconds)
     else:
-        title, arguments = "Spoilt cache and YAML files", f"--count {asked.count} --seed {asked.seed}"
-        text, faults = mutants(asked.seed, asked.count, asked.jobs)
-    command = f"python benchmarks/robustness.py {asked.command} {arguments}"
-    tell(title, command, text, asked.command if asked.write else None)
+        title, arguments = "Spoilt cache and YAML files", f"--count {options.count} --seed {options.seed}"
+        text, faults = mutants(options.seed, options.count, options.jobs)
+    command = f"python benchmarks/robustness.py {options.command} {arguments}"
+    tell(title, command, text, options.command if options.write else None)
     return 1 if faults else 0
 
 

@@ -53,8 +53,8 @@ def seeds_of(recorded: Recording) -> list[Variant]:
     )
     own = recorded.space.choices
     return [
-        Variant.of(recorded.header.template, {name: value for name, value in one.params if name in own})
-        for one in shipped
+        Variant.of(recorded.header.template, {name: value for name, value in seed.params if name in own})
+        for seed in shipped
     ]
 
 
@@ -84,10 +84,10 @@ def needed(runs: Sequence[Run], share: float, quantile: float) -> str:
 
 def mean_regret(runs: Sequence[Run], trials: int) -> tuple[float, float, float]:
     """The mean over the runs, with the 95% interval of a bootstrap over them."""
-    found = [run.regret(trials) for run in runs]
+    regrets = [run.regret(trials) for run in runs]
     draw = random.Random(0)
-    means = sorted(statistics.fmean(draw.choices(found, k=len(found))) for _ in range(DRAWS))
-    return statistics.fmean(found), means[round(0.025 * DRAWS)], means[round(0.975 * DRAWS) - 1]
+    means = sorted(statistics.fmean(draw.choices(regrets, k=len(regrets))) for _ in range(DRAWS))
+    return statistics.fmean(regrets), means[round(0.025 * DRAWS)], means[round(0.975 * DRAWS) - 1]
 
 
 def row(name: str, runs: Sequence[Run]) -> str:
@@ -112,7 +112,7 @@ def table(results: dict[Setting, list[Run]], title: str, paths: Sequence[Path]) 
 
 def about(path: Path, recorded: Recording) -> str:
     """What a recording holds, and how far the shipped seeds come alone: some were chosen on such measurements."""
-    seeds = [one for one in dict.fromkeys(seeds_of(recorded)) if one in recorded.trials]
+    seeds = [seed for seed in dict.fromkeys(seeds_of(recorded)) if seed in recorded.trials]
     search = replay.search_of(recorded, Sampler.ORDER, seed=0, seeds=seeds)
     regret = replay.run(recorded, search, trials=len(seeds)).regret(len(seeds))
     failed = sum(trial.time_us is None for trial in recorded.trials.values())
@@ -126,23 +126,23 @@ def about(path: Path, recorded: Recording) -> str:
 
 def experiment(evidence: Evidence, seeds: int, jobs: int) -> list[str]:
     """The tables of one kind of recording."""
-    found = recordings(evidence)
+    recordings_by_path = recordings(evidence)
     results = {}
     with ProcessPoolExecutor(jobs) as pool:
-        for setting in (Setting(path=path, sampler=sampler) for path in found for sampler in Sampler):
+        for setting in (Setting(path=path, sampler=sampler) for path in recordings_by_path for sampler in Sampler):
             chunk = max(1, seeds // (2 * jobs))
             results[setting] = list(pool.map(partial(searched, setting), range(seeds), chunksize=chunk))
             print(f"{setting.path.stem} {setting.sampler.value}", flush=True)
-    lines = [*(about(path, recorded) for path, recorded in found.items()), ""]
-    lines += table(results, f"All {len(found)} together", list(found))
-    for path, recorded in found.items():
+    lines = [*(about(path, recorded) for path, recorded in recordings_by_path.items()), ""]
+    lines += table(results, f"All {len(recordings_by_path)} together", list(recordings_by_path))
+    for path, recorded in recordings_by_path.items():
         lines += table(results, str(recorded.header.problem), [path])
     return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("evidence", choices=[one.value for one in Evidence])
+    parser.add_argument("evidence", choices=[kind.value for kind in Evidence])
     parser.add_argument("--seeds", type=int, default=50, help="searches of each sampler on each recording")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--write", action="store_true", help="keep the tables under benchmarks/results/")

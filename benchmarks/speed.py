@@ -98,10 +98,10 @@ def empty_caches() -> Iterator[Path]:
 
 def card() -> Device:
     """The GPU in this machine."""
-    found = nvidia.present()
-    if found is None:
+    device = nvidia.present()
+    if device is None:
         raise UsageError("benchmarks/speed.py must run on a machine with an NVIDIA GPU, found none; take another one")
-    return found
+    return device
 
 
 def machine() -> str:
@@ -111,7 +111,7 @@ def machine() -> str:
 
 def grouped(*groups: str) -> list[Problem]:
     """The problems of some groups of the shapes file, in its order."""
-    return [one.problem for one in shapes_file.load(SHAPES) if set(one.groups) & set(groups)]
+    return [named.problem for named in shapes_file.load(SHAPES) if set(named.groups) & set(groups)]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
@@ -153,16 +153,18 @@ def search(template: str, problems: Sequence[Problem], seconds: float) -> Search
     with Workshop(card(), measured=True) as shop:
         works = []
         for problem in problems:
-            spaces = [one for one in multi_template.spaces(problem, card(), True) if one.template == template]
-            study = Contest([Study(None, one, problem, card(), seed=0, budget=BUDGET) for one in spaces])
-            study.enqueue(seed for one in spaces for seed in one.seeds_for(problem, card()))
+            spaces = [space for space in multi_template.spaces(problem, card(), True) if space.template == template]
+            study = Contest([Study(None, space, problem, card(), seed=0, budget=BUDGET) for space in spaces])
+            study.enqueue(seed for space in spaces for seed in space.seeds_for(problem, card()))
             works.append(shop.search(study, budget=BUDGET, more=lambda: True, late=late, heard=partial(heard, problem)))
         while works := [work for work in works if next(work, "ended") != "ended"]:
             shop.wait()
         compiling, looking = shop.busy_seconds
         kernels, begun = shop.kernels, shop.begun
     span = ended[-1] - ended[0]
-    right = [trial.variant for found in trials.values() for trial in found if trial.outcome is Outcome.OK]
+    right = [
+        trial.variant for problem_trials in trials.values() for trial in problem_trials if trial.outcome is Outcome.OK
+    ]
     row = (
         f"{template}: {'; '.join(map(str, problems))}", f"{len(ended)}", f"{len(right)}", f"{kernels}",
         f"{(len(ended) - 1) / span:.1f}", f"{len(ended) / (ended[-1] - begin):.1f}",
@@ -235,10 +237,10 @@ def throughput(
     for template, places in FAMILIES:
         several = [grouped(group)[place] for group, place in places.items()]
         with empty_caches():
-            found = search(template, several, seconds)
-            rows.append(found.row)
-            print(*found.row, sep=" | ", flush=True)
-            costs.append(stages(f"{template}, {several[0]}", several[0], found.first[:LOOKED_AT]))
+            family_search = search(template, several, seconds)
+            rows.append(family_search.row)
+            print(*family_search.row, sep=" | ", flush=True)
+            costs.append(stages(f"{template}, {several[0]}", several[0], family_search.first[:LOOKED_AT]))
             print(*costs[-1], sep=" | ", flush=True)
     if problems:
         with empty_caches() as folder:
@@ -301,12 +303,19 @@ def of_triton(problem: Problem, variants: Sequence[Variant]) -> dict[str, Any]:
     tuned: Any = triton.autotune(configs=rendered.configs(), key=[])(rendered)
     tuned[(1,)](case)
     times = {config.kwargs["VARIANT"]: timing[0] for config, timing in tuned.configs_timings.items()}
-    return {"winner": tuned.best_config.kwargs["VARIANT"], "right": sum(math.isfinite(one) for one in times.values())}
+    return {
+        "winner": tuned.best_config.kwargs["VARIANT"],
+        "right": sum(math.isfinite(time_ms) for time_ms in times.values()),
+    }
 
 
 def of_ours(problem: Problem, variants: Sequence[Variant]) -> dict[str, Any]:
     """What our search and finals make of them."""
-    space_ = next(one for one in multi_template.spaces(problem, card(), True) if one.template == variants[0].template)
+    space_ = next(
+        candidate
+        for candidate in multi_template.spaces(problem, card(), True)
+        if candidate.template == variants[0].template
+    )
     study = Contest([Study(None, space_, problem, card(), seed=0, budget=0)])
     study.enqueue(variants)
     heard: list[Trial] = []
@@ -326,7 +335,7 @@ TUNERS = {"autoattn": of_ours, "triton.autotune": of_triton}  # the quick one fi
 
 
 @app.command(hidden=True)
-def one(tuner: str, group: str, place: int, path: Path) -> None:
+def worker(tuner: str, group: str, place: int, path: Path) -> None:
     """One tuner over the variants in a file; prints its winner's place among them."""
     variants = [Variant.of(TEMPLATE, params) for params in json.loads(path.read_text(encoding="utf-8"))]
     print(json.dumps(TUNERS[tuner](grouped(group)[place], variants)))
@@ -334,13 +343,15 @@ def one(tuner: str, group: str, place: int, path: Path) -> None:
 
 def sampled(problem: Problem, count: int, template: str, seed: int) -> list[Variant]:
     """The seeds of a template and random feasible variants, `count` in all or as many as there are."""
-    found = next(one for one in multi_template.spaces(problem, card(), True) if one.template == template)
-    variants = dict.fromkeys(found.seeds_for(problem, card()))
+    space = next(
+        candidate for candidate in multi_template.spaces(problem, card(), True) if candidate.template == template
+    )
+    variants = dict.fromkeys(space.seeds_for(problem, card()))
     chance = random.Random(seed)
     for _ in range(20 * count):
         if len(variants) >= count:
             break
-        variants |= dict.fromkeys(itertools.islice(found.feasible(problem, card(), chance), 1))
+        variants |= dict.fromkeys(itertools.islice(space.feasible(problem, card(), chance), 1))
     return list(variants)[:count]
 
 
@@ -350,11 +361,11 @@ def timed(tuner: str, group: str, place: int, variants: Sequence[Variant]) -> tu
         path = folder / "variants.json"
         path.write_text(json.dumps([variant.as_dict() for variant in variants]), encoding="utf-8")
         begin = time.monotonic()
-        command = [sys.executable, __file__, "one", tuner, group, str(place), str(path)]
+        command = [sys.executable, __file__, "worker", tuner, group, str(place), str(path)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        seconds, found = time.monotonic() - begin, json.loads(done.stdout.splitlines()[-1])
-        print(f"{tuner}: {seconds:.1f} s, {found}", flush=True)
-        return seconds, found
+        seconds, outcome = time.monotonic() - begin, json.loads(done.stdout.splitlines()[-1])
+        print(f"{tuner}: {seconds:.1f} s, {outcome}", flush=True)
+        return seconds, outcome
 
 
 @app.command()
@@ -367,18 +378,18 @@ def autotune(
     """Wall-clock beside triton.autotune over the same list of variants."""
     problem = grouped(group)[place]
     listed = sampled(problem, variants, TEMPLATE, seed=0)
-    found = {tuner: timed(tuner, group, place, listed) for tuner in TUNERS}
-    winners = {tuner: result["winner"] for tuner, (_, result) in found.items()}
+    outcomes = {tuner: timed(tuner, group, place, listed) for tuner in TUNERS}
+    winners = {tuner: result["winner"] for tuner, (_, result) in outcomes.items()}
     with empty_caches(), Workshop(card(), measured=True) as shop:
         met = shop.alone(shop.final(problem, [listed[winner] for winner in winners.values()], seconds=2.0, seed=1))
     assert isinstance(met, Finished), met
-    medians = [one.median_us if one is not None else math.nan for one in met.measurements]
+    medians = [measurement.median_us if measurement is not None else math.nan for measurement in met.measurements]
     rows = [
         (tuner, len(listed), result["right"], f"{seconds:.1f}", f"{winners[tuner]}", f"{median:.1f}")
-        for (tuner, (seconds, result)), median in zip(found.items(), medians, strict=True)
+        for (tuner, (seconds, result)), median in zip(outcomes.items(), medians, strict=True)
     ]
     head = ("tuner", "variants", "with a time", "seconds", "winner's place", "us, in one contest")
-    ratio = found["triton.autotune"][0] / found["autoattn"][0]
+    ratio = outcomes["triton.autotune"][0] / outcomes["autoattn"][0]
     lines = [machine(), "", str(problem), "", *table(head, rows), "", f"{ratio:.1f} times less wall-clock"]
     command = f"python benchmarks/speed.py autotune --variants {variants} --group {group} --place {place}"
     tell("Beside triton.autotune", command, "\n".join(lines), "h200_autotune" if write else None)

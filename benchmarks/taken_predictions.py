@@ -106,12 +106,16 @@ def table(known: Sequence[Prospect]) -> list[str]:
         "| margin in errors | over the best | taken | of these 3% slower or more | slowest |",
         "|--:|--:|--:|--:|--:|",
     ]
-    losses = [one.loss(one.default) for one in known]
+    losses = [prospect.loss(prospect.default) for prospect in known]
     lines.append(f"| never taken | {_mean(losses):.3f} | 0 | 0 | 1.00 |")
     for multiple in MULTIPLES:
-        taken = [(one, one.taken(multiple)) for one in known]
-        speeds = [one.times_us[one.default] / one.times_us[variant] for one, variant in taken if variant != one.default]
-        losses = [one.loss(variant) for one, variant in taken]
+        taken = [(prospect, prospect.taken(multiple)) for prospect in known]
+        speeds = [
+            prospect.times_us[prospect.default] / prospect.times_us[variant]
+            for prospect, variant in taken
+            if variant != prospect.default
+        ]
+        losses = [prospect.loss(variant) for prospect, variant in taken]
         slower = sum(speed < SLOWER for speed in speeds)
         lines.append(
             f"| {multiple:g} | {_mean(losses):.3f} | {len(speeds)} | {slower} | {min(speeds, default=1.0):.2f} |"
@@ -123,8 +127,8 @@ def tables(known: Sequence[Prospect]) -> Iterator[str]:
     """A table of all problems, and one for each kind of numbers."""
     kinds = {
         "All": known,
-        "16 bits": [one for one in known if one.problem.dtype is not DType.FLOAT32],
-        "tf32 and tf32x3": [one for one in known if one.problem.dtype is DType.FLOAT32],
+        "16 bits": [prospect for prospect in known if prospect.problem.dtype is not DType.FLOAT32],
+        "tf32 and tf32x3": [prospect for prospect in known if prospect.problem.dtype is DType.FLOAT32],
     }
     for name, of_kind in kinds.items():
         if of_kind:

@@ -121,12 +121,12 @@ def standings(drawn: Sequence[Choices], peers: list[Peer], seconds: float, seed:
 
 def gathered(compared: Iterable[Standing], count: int) -> list[Standing]:
     """All of so many, told as they come; where Ctrl-C ends the run, those that there are."""
-    found: list[Standing] = []
+    comparisons: list[Standing] = []
     with suppress(KeyboardInterrupt):
         for each in compared:
-            found.append(each)
-            print(f"[{len(found)}/{count}] {each.row.problem} {dict(each.times_us)}", file=sys.stderr)
-    return found
+            comparisons.append(each)
+            print(f"[{len(comparisons)}/{count}] {each.row.problem} {dict(each.times_us)}", file=sys.stderr)
+    return comparisons
 
 
 def standing(row: Row, choices: Choices) -> Standing:

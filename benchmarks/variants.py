@@ -86,15 +86,15 @@ def _ptx_arch(group: str) -> int | None:
 def drawn(problem: Problem, template: str, device: Device, count: int, seed: int) -> list[Variant]:
     """Seeds, then in turn neighbours of seeds and uniform draws, each once; fewer where the space has no more."""
     shipped, draw = search_space.load(template), random.Random(seed)
-    found = dict.fromkeys(shipped.seeds_for(problem, device))
-    near = _near(list(found), template, problem, device, draw)
+    variants = dict.fromkeys(shipped.seeds_for(problem, device))
+    near = _near(list(variants), template, problem, device, draw)
     anywhere = (next(shipped.feasible(problem, device, draw), None) for _ in range(20 * count))
     for variant in itertools.chain.from_iterable(itertools.zip_longest(anywhere, near)):
-        if len(found) >= count:
+        if len(variants) >= count:
             break
         if variant is not None:
-            found.setdefault(variant)
-    return list(found)[:count]
+            variants.setdefault(variant)
+    return list(variants)[:count]
 
 
 def _near(
@@ -120,12 +120,18 @@ def subjects(cards: int, count: int, known: Callable[[str], bool] = lambda name:
     for named in shapes_file.load(SHAPES):
         groups.setdefault(named.groups[0], []).append(named.problem)
     order = [
-        ((n + 0.5) / len(problems), group, one) for group, problems in groups.items() for n, one in enumerate(problems)
+        ((n + 0.5) / len(problems), group, problem)
+        for group, problems in groups.items()
+        for n, problem in enumerate(problems)
     ]
     wanted = [
         (seed, group, problem, templates)
-        for seed, (_, group, problem) in enumerate(sorted(order, key=lambda one: one[0]))
-        if (templates := [one for one in _families(group) if not known(name_of(problem, one, _ptx_arch(group)))])
+        for seed, (_, group, problem) in enumerate(sorted(order, key=lambda entry: entry[0]))
+        if (
+            templates := [
+                template for template in _families(group) if not known(name_of(problem, template, _ptx_arch(group)))
+            ]
+        )
     ]
     for place, (seed, group, problem, templates) in enumerate(wanted):
         for template in templates:
@@ -197,7 +203,7 @@ class Survey:
         fit = [variant for variant, report in subject.reports.items() if isinstance(report, StaticReport)]
         random.Random(0).shuffle(fit)
         if subject.ptx_arch is not None:
-            ahead = Translate(sources=tuple(subject.variants[one] for one in fit), ptx_arch=subject.ptx_arch)
+            ahead = Translate(sources=tuple(subject.variants[variant] for variant in fit), ptx_arch=subject.ptx_arch)
             self._bench.submit(ahead, TRANSLATE_SECONDS, place=subject.card)
         for variant in fit:
             job = Look(
@@ -230,18 +236,22 @@ def recorded(subject: Subject, where: str) -> Recording | None:
 
 
 def summary(subject: Subject) -> str:
-    results = [*subject.looks.values(), *(one for one in subject.reports.values() if isinstance(one, Failure))]
-    counts = Counter(one.outcome.value if isinstance(one, Failure) else "right" for one in results)
-    looked = {variant: one for variant, one in subject.looks.items() if isinstance(one, Looked)}
-    best = min((one.median_us for one in looked.values()), default=float("nan"))
+    results = [*subject.looks.values(), *(report for report in subject.reports.values() if isinstance(report, Failure))]
+    counts = Counter(result.outcome.value if isinstance(result, Failure) else "right" for result in results)
+    looked = {variant: look for variant, look in subject.looks.items() if isinstance(look, Looked)}
+    best = min((look.median_us for look in looked.values()), default=float("nan"))
     if subject.ptx_arch is not None:  # how far our ptxas is from the driver
-        counts["read from the driver"] = sum(one.report is not None for one in looked.values())
+        counts["read from the driver"] = sum(look.report is not None for look in looked.values())
         counts["other registers"] = sum(
-            one.registers != report.registers
-            for variant, one in looked.items()
+            look.registers != report.registers
+            for variant, look in looked.items()
             if isinstance(report := subject.reports[variant], StaticReport)
         )
-    why = {one.detail[:110] for one in results if isinstance(one, Failure) and one.outcome is not Outcome.COMPILE_ERROR}
+    why = {
+        result.detail[:110]
+        for result in results
+        if isinstance(result, Failure) and result.outcome is not Outcome.COMPILE_ERROR
+    }
     return f"{subject.name}: {dict(counts)}, best {best:.1f} us {' | '.join(sorted(why)[:2])}"
 
 
@@ -259,8 +269,8 @@ def main() -> None:
     for subject in survey.begun:
         if not subject.done:
             print(f"cut short: {summary(subject)}")
-        if (one := recorded(subject, DEVICE.full_name)) is not None:
-            search_recording.write(one, options.out / f"{subject.name}.jsonl")
+        if (recording := recorded(subject, DEVICE.full_name)) is not None:
+            search_recording.write(recording, options.out / f"{subject.name}.jsonl")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 import transformers
 import triton
-from kept import told
+from kept import printed
 from model_tasks import MODELS, Model, Prepared, Task, Workload, build
 
 from autoattn import __version__, functional
@@ -116,20 +116,20 @@ HOW = {
 # --- a row ------------------------------------------------------------------------------------------------------------
 
 
-def rows(models: Sequence[Model], device: torch.device, asked: argparse.Namespace) -> Iterator[Row]:
+def rows(models: Sequence[Model], device: torch.device, options: argparse.Namespace) -> Iterator[Row]:
     """One row after the other; those that no time is left for say so."""
     begin = time.monotonic()
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     for model in models:
-        tasks = [task for task in model.tasks if asked.row in f"{model.name}, {task.value}"]
-        tasks = [task for task in tasks if task is not Task.COMPILED or asked.compiled]
+        tasks = [task for task in model.tasks if options.row in f"{model.name}, {task.value}"]
+        tasks = [task for task in tasks if task is not Task.COMPILED or options.compiled]
         workload = None
         for task in tasks:
-            if time.monotonic() - begin > asked.seconds:
-                yield Row(model=model, task=task, reasons={OURS: f"not reached in --seconds {asked.seconds:g}"})
+            if time.monotonic() - begin > options.seconds:
+                yield Row(model=model, task=task, reasons={OURS: f"not reached in --seconds {options.seconds:g}"})
                 continue
             workload = workload or Workload.of(model, build(model, device, dtype))
-            yield contest(workload, task, asked.rounds)
+            yield contest(workload, task, options.rounds)
             free(device)
         workload = None
         free(device)
@@ -151,19 +151,19 @@ def contest(workload: Workload, task: Task, rounds: int) -> Row:
         try:
             with limited(PREPARED_SECONDS):
                 net.set_attn_implementation(name)
-                one = workload.prepare(task)
+                program = workload.prepare(task)
                 with routes() as ways:
-                    error = distance(one.output(), expected)
-                one.ready()
-                one.call()  # a shorter list of logits, or gradients that are not there yet, may need another kernel
+                    error = distance(program.output(), expected)
+                program.ready()
+                program.call()  # a shorter list of logits, or gradients that are not there yet, may need another kernel
             if name == EAGER:
                 allowed = max(FLOOR[net.dtype], FACTOR * error)
             if error > allowed:
                 row.reasons[name] = f"wrong: its error is {error:.2g} of the norm, at most {allowed:.2g} is right"
-            elif (seconds := seconds_of(one, net)) > CALL_SECONDS:
+            elif (seconds := seconds_of(program, net)) > CALL_SECONDS:
                 row.reasons[name] = f"a call takes {seconds:.1f} s, more than {CALL_SECONDS:g} s"
             else:
-                prepared[name] = one
+                prepared[name] = program
             if name == OURS:
                 row.ran = ", ".join(f"{way} ({count})" for way, count in ways.most_common())
         except Exception as error:
@@ -266,13 +266,13 @@ def free(device: torch.device) -> None:
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def table(found: Iterator[Row]) -> Iterator[str]:
+def table(measured_rows: Iterator[Row]) -> Iterator[str]:
     """A line of Markdown for each row as it comes, then the means, and why some have no time."""
     yield f"| model | task | {OURS} ms | {' | '.join(f'{rival} ms, over ours' for rival in RIVALS)} | ran |"
     yield "|---|---|--:|--:|--:|--:|---|"
     notes: list[str] = []
     ratios: dict[tuple[Task, str], list[float]] = {}
-    for row in found:
+    for row in measured_rows:
         cells = [_cell(row, OURS, notes), *(_cell(row, rival, notes) for rival in RIVALS)]
         what = f"{row.model.name} | {row.task.value}, {row.model.size(row.task)}"
         yield f"| {what} | {' | '.join(cells)} | {row.ran} |"
@@ -343,15 +343,15 @@ def _load_example(name: str) -> Any:
     return module
 
 
-def heading(asked: argparse.Namespace, given: Sequence[str]) -> list[str]:
+def heading(options: argparse.Namespace, given: Sequence[str]) -> list[str]:
     """What was run on what."""
-    card = nvidia.present() if asked.device == "cuda" else None
+    card = nvidia.present() if options.device == "cuda" else None
     where = card.full_name if card is not None else "a CPU"
-    what = "Examples" if asked.what == "examples" else "Whole models"
+    what = "Examples" if options.what == "examples" else "Whole models"
     versions = f"torch {torch.__version__}, triton {triton.__version__}, transformers {transformers.__version__}"
     return [
         f"# {what} on {where}, {date.today()}", "", f"`{' '.join(['python benchmarks/whole_models.py', *given])}`:",
-        f"{versions}, Python {platform.python_version()}, autoattn {__version__}.", "", *HOW.get(asked.what, ()),
+        f"{versions}, Python {platform.python_version()}, autoattn {__version__}.", "", *HOW.get(options.what, ()),
     ]  # fmt: skip
 
 
@@ -367,21 +367,21 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="small models, which show that the script runs")
     parser.add_argument("--out", type=Path, help="the Markdown file")
     given = sys.argv[1:] if words is None else list(words)
-    asked = parser.parse_args(given)
-    if asked.device == "cuda" and nvidia.present() is None:
+    options = parser.parse_args(given)
+    if options.device == "cuda" and nvidia.present() is None:
         parser.error("this measures on an NVIDIA GPU, and torch finds none; give --device cpu --tiny to try the script")
     huggingface.register()
     transformers.logging.set_verbosity_error()
-    lines = told(heading(asked, given))
+    lines = printed(heading(options, given))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what the table says in its last column, and PyTorch's compiler
-        if asked.what == "examples":
-            lines += told(example_table(asked.tiny))
+        if options.what == "examples":
+            lines += printed(example_table(options.tiny))
         else:
-            models = [model.shrunk() for model in MODELS] if asked.tiny else list(MODELS)
-            lines += told(table(rows(models, torch.device(asked.device), asked)))
-    if asked.out is not None:
-        asked.out.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+            models = [model.shrunk() for model in MODELS] if options.tiny else list(MODELS)
+            lines += printed(table(rows(models, torch.device(options.device), options)))
+    if options.out is not None:
+        options.out.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -43,11 +43,11 @@ def measure(folder: Path, device: Device) -> None:
     missing = [entry for entry in keeping(folder, device) if entry.worst is None]
     with Workshop(device, measured=True) as shop:
         for number, entry in enumerate(missing, start=1):
-            found = shop.alone(shop.outgrow(entry.problem, entry.variant, seed=0))
-            if isinstance(found, Failure):
-                words = f"{found.outcome.value}: {found.detail}"
+            worst = shop.alone(shop.outgrow(entry.problem, entry.variant, seed=0))
+            if isinstance(worst, Failure):
+                words = f"{worst.outcome.value}: {worst.detail}"
             else:
-                entry = replace(entry, worst=found)
+                entry = replace(entry, worst=worst)
                 store.merge(folder, device, Op.FORWARD, [entry])
                 words = figures.worst(entry)
             print(f"{number}/{len(missing)} {entry.problem}: {words}", flush=True)
@@ -57,7 +57,7 @@ def table(entries: list[CacheEntry]) -> str:
     """One line for each entry whose worst case is known, and the geometric mean of each template."""
     lines = ["| problem | template | at worst | tiles computed twice | max error |", "|---|---|--:|--:|--:|"]
     slowdowns: dict[str, list[float]] = {}
-    for entry in sorted(entries, key=lambda one: one.problem.order):
+    for entry in sorted(entries, key=lambda entry: entry.problem.order):
         if (worst := entry.worst) is None:
             continue
         slowdowns.setdefault(entry.template, []).append(worst.slowdown)
@@ -65,9 +65,9 @@ def table(entries: list[CacheEntry]) -> str:
         facts = entry.problem, entry.template, f"{worst.slowdown:.2f}x", tiles, figures.error(worst.max_error)
         lines.append(f"| {' | '.join(map(str, facts))} |")
     means = [
-        f"{name}: {len(found)} problems, {figures.geometric_mean(found):.2f}x its usual time in the geometric mean, "
-        f"{min(found):.2f}x to {max(found):.2f}x."
-        for name, found in sorted(slowdowns.items())
+        f"{name}: {len(ratios)} problems, {figures.geometric_mean(ratios):.2f}x its usual time in the geometric mean, "
+        f"{min(ratios):.2f}x to {max(ratios):.2f}x."
+        for name, ratios in sorted(slowdowns.items())
     ]
     return "\n".join([*means, "", *lines])
 
@@ -77,14 +77,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cache", type=Path, default=resources.user_cache(), help="yours if left out")
     parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     card = nvidia.present()
     if card is None:
         parser.error("this measures on an NVIDIA GPU, and torch finds none")
-    measure(asked.cache, card)
+    measure(options.cache, card)
     title = f"What a kept maximum costs at worst, {card.full_name}"
-    name = f"{card.name}_worst" if asked.write else None
-    tell(title, "python benchmarks/worst.py", table(keeping(asked.cache, card)), name)
+    name = f"{card.name}_worst" if options.write else None
+    tell(title, "python benchmarks/worst.py", table(keeping(options.cache, card)), name)
 
 
 if __name__ == "__main__":
