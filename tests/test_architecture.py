@@ -97,7 +97,7 @@ def own_imports(source: str) -> set[str]:
 def faults(name: str, source: str, order: list[str] = ORDER) -> list[str]:
     """What a module imports and must not."""
     package, place = package_of(name), order.index(package_of(name))
-    found = [
+    messages = [
         f"{name} imports {other}, which stands below {package}"
         for other in sorted(own_imports(source))
         if order.index(package_of(other)) > place and name != "__main__"
@@ -108,14 +108,14 @@ def faults(name: str, source: str, order: list[str] = ORDER) -> list[str]:
         if head == ROOT or head in sys.stdlib_module_names:
             continue
         if head not in allowed:
-            found.append(f"{name} imports {dependency}, which is not in the row of {package}")
+            messages.append(f"{name} imports {dependency}, which is not in the row of {package}")
         for door, rooms in DOORS.items():
             if f"{dependency}.".startswith(f"{door}.") and not any(f"{name}.".startswith(f"{room}.") for room in rooms):
-                found.append(f"{name} imports {dependency}, whose doors are {', '.join(sorted(rooms))}")
+                messages.append(f"{name} imports {dependency}, whose doors are {', '.join(sorted(rooms))}")
     attributes = {ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
     if name != "kernels.compiler" and "triton.compile" in attributes:
-        found.append(f"{name} calls triton.compile, whose door is kernels.compiler")
-    return found
+        messages.append(f"{name} calls triton.compile, whose door is kernels.compiler")
+    return messages
 
 
 def circle(graph: Mapping[str, set[str]]) -> list[str]:

@@ -169,13 +169,13 @@ def test_outputs_of_some_keys_merge_into_the_output_of_all(layout: str) -> None:
         "bhsd": lambda tensor: tensor.transpose(1, 2),
         "packed": lambda tensor: tensor[0],
     }
-    one, two, none = ((views[layout](output), lse[0] if layout == "packed" else lse) for output, lse in parts)
+    first, second, none = ((views[layout](output), lse[0] if layout == "packed" else lse) for output, lse in parts)
     words = {"layout": layout} if layout != "packed" else {}
-    merged, lse = autoattn.merge_states(*one, *two, **words)
+    merged, lse = autoattn.merge_states(*first, *second, **words)
     expected, expected_lse = autoattn.cached_attention(query, key, value, LENGTHS.clamp_min(5), return_lse=True)
     torch.testing.assert_close(merged, views[layout](expected))
     torch.testing.assert_close(lse, expected_lse[0] if layout == "packed" else expected_lse)
-    torch.testing.assert_close(autoattn.merge_states(*none, *one, **words), one)
+    torch.testing.assert_close(autoattn.merge_states(*none, *first, **words), first)
     nothing, lse = autoattn.merge_states(*none, *none, **words)
     assert not nothing.any()
     assert bool((lse == -torch.inf).all())

@@ -76,8 +76,8 @@ def test_what_shares_a_batch_changes_no_bit_where_splits_are_named() -> None:
     whole = autoattn.cached_attention(query, key, value, held, block_table=table, splits=4)
     for row in range(6):
         alone = slice(row, row + 1)
-        one = autoattn.cached_attention(query[alone], key, value, held[alone], block_table=table[alone], splits=4)
-        assert torch.equal(one, whole[alone])
+        output = autoattn.cached_attention(query[alone], key, value, held[alone], block_table=table[alone], splits=4)
+        assert torch.equal(output, whole[alone])
 
 
 def test_an_append_writes_in_place_what_the_attention_then_reads() -> None:

@@ -88,8 +88,8 @@ def test_strided_inputs_are_taken_as_they_are() -> None:
     far = torch.full((2, 4, 10, 35), math.nan)[:, :, ::2, 3::2]
     far.copy_(query)
     wide = key.transpose(2, 3).contiguous().transpose(2, 3)
-    one = value[:, :1].expand_as(value)
-    close(autoattn.attention(far, wide, one), expected((query, key, one), False))
+    expanded = value[:, :1].expand_as(value)
+    close(autoattn.attention(far, wide, expanded), expected((query, key, expanded), False))
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -110,11 +110,11 @@ def test_a_module_does_what_the_function_does() -> None:
 
 
 def test_numerics_of_a_module_are_those_of_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    numerics: list[str] = []
 
     def read(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> arguments.Call:
         call = whole(query, key, value, **given)
-        asked.append(call.problem.numerics.value)
+        numerics.append(call.problem.numerics.value)
         return call
 
     whole = arguments.read
@@ -124,7 +124,7 @@ def test_numerics_of_a_module_are_those_of_its_calls(monkeypatch: pytest.MonkeyP
     module, multihead = autoattn.Attention(numerics="online"), autoattn.MultiheadAttention(8, 2, numerics="online")
     module(query, key, value)
     multihead(tokens, need_weights=False)
-    assert asked == ["online"] * 2
+    assert numerics == ["online"] * 2
     assert repr(module) == "Attention(numerics='online')"
     assert "numerics='online'" in repr(multihead)
     monkeypatch.setenv("AUTOATTN_NUMERICS", "online")
@@ -133,7 +133,7 @@ def test_numerics_of_a_module_are_those_of_its_calls(monkeypatch: pytest.MonkeyP
     autoattn.Attention()(query, key, value)
     autoattn.MultiheadAttention(8, 2)(tokens, need_weights=False)
     autoattn.Attention(numerics="any")(query, key, value)
-    assert asked[2:] == ["online"] * 4 + ["any"]
+    assert numerics[2:] == ["online"] * 4 + ["any"]
 
 
 def test_a_module_drops_only_while_it_trains() -> None:
@@ -253,11 +253,11 @@ def test_a_mistake_is_one_sentence_for_every_door(name: str) -> None:
 
 
 def test_on_the_cpu_it_says_that_pytorch_answers() -> None:
-    found = autoattn.explain(*inputs(), causal="top-left")
-    assert (found.route, found.level) == ("sdpa", Level.SDPA)
-    assert found.reason == "the tensors are on the cpu, and the kernels run on NVIDIA GPUs"
-    assert found.problem is not None
-    assert str(found.problem.mask) == "causal:top-left"
+    explanation = autoattn.explain(*inputs(), causal="top-left")
+    assert (explanation.route, explanation.level) == ("sdpa", Level.SDPA)
+    assert explanation.reason == "the tensors are on the cpu, and the kernels run on NVIDIA GPUs"
+    assert explanation.problem is not None
+    assert str(explanation.problem.mask) == "causal:top-left"
 
 
 @pytest.mark.parametrize(
@@ -279,9 +279,9 @@ def test_on_a_card_it_says_why_no_kernel_may_run(
 
         device = SimpleNamespace(type="cuda", index=0)
 
-    def why(one: Problem, scale: float) -> str | None:
+    def why(problem: Problem, scale: float) -> str | None:
         tensor: Any = OnCard()
-        return planner.why_no_kernel(one, Operands(query=tensor, key=tensor, value=tensor, scale=scale))
+        return planner.why_no_kernel(problem, Operands(query=tensor, key=tensor, value=tensor, scale=scale))
 
     assert why(kernels.problem(), 1.0) in ("a tensor subclass has rules of its own", words)
     monkeypatch.setattr(planner, "Tensor", OnCard)

@@ -35,8 +35,8 @@ def test_what_a_call_asks_for_is_what_the_formula_gives(name: str, layout: str) 
     wanted, sums = formula.attention(*tensors, **meant)
     output = autoattn.attention(*placed, layout=layout, **given)
     both, lse = autoattn.attention(*placed, layout=layout, return_lse=True, **given)
-    for found in (output, both):
-        close(found if layout == "bhsd" else found.transpose(1, 2), wanted)
+    for answer in (output, both):
+        close(answer if layout == "bhsd" else answer.transpose(1, 2), wanted)
     assert (lse.shape, lse.dtype) == ((2, 4, 5), torch.float32)
     close(lse, sums)
 
@@ -73,11 +73,11 @@ def test_a_row_that_a_tensor_hides_whole_gives_zero_and_gradients_of_zero(return
         tensors = [tensor.requires_grad_() for tensor in inputs()]
         mask = torch.ones(5, 7, dtype=torch.bool) if hidden.dtype is torch.bool else torch.zeros(5, 7)
         mask[2] = hidden
-        found = autoattn.attention(*tensors, mask=mask, return_lse=return_lse)
-        output = found[0] if return_lse else found
+        answer = autoattn.attention(*tensors, mask=mask, return_lse=return_lse)
+        output = answer[0] if return_lse else answer
         assert (output[:, :, 2] == 0.0).all()
         if return_lse:
-            assert (found[1][:, :, 2] == -math.inf).all()
+            assert (answer[1][:, :, 2] == -math.inf).all()
         output.sum().backward()
         for tensor in tensors:
             assert tensor.grad is not None
@@ -109,9 +109,9 @@ def test_float8_numbers_are_multiplied_by_their_scales() -> None:
 def test_windows_that_bind_nobody_are_the_plain_problem() -> None:
     tensors = inputs()
     for window, mask in (((6, 4), "full"), ((-1, 0), "causal:bottom-right"), ((5, 4), "window:5,-1")):
-        found = autoattn.explain(*tensors, window=window)
-        assert found.problem is not None
-        assert str(found.problem.mask) == mask
+        explanation = autoattn.explain(*tensors, window=window)
+        assert explanation.problem is not None
+        assert str(explanation.problem.mask) == mask
 
 
 def test_the_route_without_a_kernel_is_pytorchs_attention_or_the_plain_formula() -> None:
@@ -119,9 +119,9 @@ def test_the_route_without_a_kernel_is_pytorchs_attention_or_the_plain_formula()
     assert autoattn.explain(*tensors, window=(2, 1)).route == "sdpa"
     assert autoattn.explain(*tensors, mask=PAIRS, causal=True).route == "sdpa"
     for given in ({"softcap": 2.0}, {"return_lse": True}, {"sinks": SINKS}, {"precision": "tf32x3"}):
-        found = autoattn.explain(*tensors, **given)
-        assert (found.route, found.level) == ("eager", Level.SDPA)
-        assert found.steps[-1].startswith("sdpa: it ")
+        explanation = autoattn.explain(*tensors, **given)
+        assert (explanation.route, explanation.level) == ("eager", Level.SDPA)
+        assert explanation.steps[-1].startswith("sdpa: it ")
 
 
 def test_the_plain_formula_counts_in_float32_under_autocast() -> None:
@@ -265,9 +265,9 @@ def test_packed_sequences_without_tokens_give_zeros(queries: tuple[int, ...], ke
 
 
 def test_a_packed_call_poses_a_packed_problem() -> None:
-    found = autoattn.explain_packed(*packed(), window=(2, -1))
-    assert found.route == "eager"
-    assert found.problem == Problem(
+    explanation = autoattn.explain_packed(*packed(), window=(2, -1))
+    assert explanation.route == "eager"
+    assert explanation.problem == Problem(
         dtype=DType.FLOAT32, batch=5, heads_q=4, heads_kv=2, seq_q=5, seq_kv=6, head_dim=16, head_dim_v=24,
         mask=autoattn.Mask.window(2, -1), layout=Layout.PACKED, tokens_q=17, tokens_kv=19,
     )  # fmt: skip

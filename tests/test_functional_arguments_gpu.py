@@ -99,14 +99,14 @@ def test_each_axis_runs_a_kernel_that_matches_the_formula(name: str, layout: str
     given, meant = AXES[name]()
     tensors = normal(2, 6, SEQ_Q, 64), normal(2, 2, SEQ_KV, 64), normal(2, 2, SEQ_KV, 64)
     placed = tensors if layout == "bhsd" else tuple(tensor.transpose(1, 2).contiguous() for tensor in tensors)
-    found = autoattn.explain(*placed, layout=layout, **given)
-    assert found.route == "kernel", str(found)
+    explanation = autoattn.explain(*placed, layout=layout, **given)
+    assert explanation.route == "kernel", str(explanation)
     exact, sums = formula.attention(*tensors, **meant)
     output = autoattn.attention(*placed, layout=layout, **given)
     both, lse = autoattn.attention(*placed, layout=layout, return_lse=True, **given)
-    for one in (output, both):
-        one = one if layout == "bhsd" else one.transpose(1, 2)
-        assert float((one.double() - exact).abs().max()) <= TOLERANCE[torch.bfloat16]
+    for answer in (output, both):
+        answer = answer if layout == "bhsd" else answer.transpose(1, 2)
+        assert float((answer.double() - exact).abs().max()) <= TOLERANCE[torch.bfloat16]
     assert torch.allclose(lse.double(), sums, atol=1e-2)
 
 

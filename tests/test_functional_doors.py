@@ -40,7 +40,9 @@ def close(actual: Tensor, wanted: Tensor) -> None:
 def names_of(function: Any) -> list[tuple[str, Any, bool]]:
     """(name, default, whether it is keyword-only) of each parameter."""
     kinds = inspect.signature(function).parameters.values()
-    return [(one.name, one.default, one.kind is inspect.Parameter.KEYWORD_ONLY) for one in kinds]
+    return [
+        (parameter.name, parameter.default, parameter.kind is inspect.Parameter.KEYWORD_ONLY) for parameter in kinds
+    ]
 
 
 # --- signatures -------------------------------------------------------------------------------------------------------
@@ -130,8 +132,8 @@ def test_sdpa_gives_gradients_as_pytorchs_does() -> None:
     ours, other = ([tensor.clone().requires_grad_() for tensor in SAME] for _ in range(2))
     functional.scaled_dot_product_attention(*ours, is_causal=True).square().sum().backward()
     theirs(*other, is_causal=True).square().sum().backward()
-    for mine, one in zip(ours, other, strict=True):
-        close(mine.grad, one.grad)
+    for leaf, other_leaf in zip(ours, other, strict=True):
+        close(leaf.grad, other_leaf.grad)
 
 
 SDPA_MISTAKES: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {

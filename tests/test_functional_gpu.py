@@ -189,16 +189,16 @@ TUNED = [
 RIVALS = (pytorch_sdpa.SDPA, *pytorch_sdpa.BACKENDS)
 
 
-def remember(folder: Path, one: Problem, **changes: Any) -> None:
+def remember(folder: Path, problem: Problem, **changes: Any) -> None:
     """Writes a measured entry of this very card."""
     card = nvidia.present()
     assert card is not None
     facts: dict[str, Any] = {
         "choice": "kernel",
         "versions": {"triton": triton.__version__},
-        "rivals": tuple(Rival(name=name, measurement=samples.measurement(one, 300.0)) for name in RIVALS),
+        "rivals": tuple(Rival(name=name, measurement=samples.measurement(problem, 300.0)) for name in RIVALS),
     }
-    entry = samples.current(replace(samples.measured(one), **{**facts, **changes}))
+    entry = samples.current(replace(samples.measured(problem), **{**facts, **changes}))
     store.merge(folder, card, Op.FORWARD, [entry])
 
 
@@ -210,13 +210,15 @@ def test_a_tuned_kernel_runs_and_matches_the_reference(
     monkeypatch.setenv("AUTOATTN_CACHE", str(tmp_path / "user"))
     seq_q, seq_kv = lengths
     sizes = {"batch": 6, "heads_q": 48, "heads_kv": 6, "seq_q": seq_q, "seq_kv": seq_kv, "head_dim": 64}
-    one = kernels.problem(dtype=DType.FLOAT16, mask="causal", **sizes)
+    problem = kernels.problem(dtype=DType.FLOAT16, mask="causal", **sizes)
     variant = kernels.variant(**params)
-    remember(tmp_path / "user", one, params=variant.as_dict())
+    remember(tmp_path / "user", problem, params=variant.as_dict())
     query = normal(6, 48, seq_q, 64, dtype=torch.float16)
     key, value = (normal(6, 6, seq_kv, 64, dtype=torch.float16) for _ in range(2))
-    found = autoattn.explain(query, key, value, causal=True)
-    assert (found.level, found.route, found.variant) == (Level.EXACT, "kernel", variant), found.steps
+    explanation = autoattn.explain(query, key, value, causal=True)
+    assert (explanation.level, explanation.route, explanation.variant) == (Level.EXACT, "kernel", variant), (
+        explanation.steps
+    )
     check_kernel(query, key, value, causal=True)
     loud = query * 20.0  # rows whose maxima move far, and weights that overflow float16
     output = autoattn.attention(loud, key, value, causal=True)
@@ -261,8 +263,8 @@ def test_aligned_slices_of_wider_rows_match_the_reference(head_dim: int) -> None
 @pytest.mark.parametrize("layout", [Layout.BHSD, Layout.BSHD])
 @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.FLOAT32])
 def test_nan_around_the_inputs_never_leaks(layout: Layout, dtype: DType) -> None:
-    one = kernels.problem(dtype=dtype, seq_q=203, seq_kv=331, head_dim=72, mask="causal", layout=layout)
-    operands = inputs.make(one, torch.device("cuda"), torch.Generator().manual_seed(0), guard=8)
+    problem = kernels.problem(dtype=dtype, seq_q=203, seq_kv=331, head_dim=72, mask="causal", layout=layout)
+    operands = inputs.make(problem, torch.device("cuda"), torch.Generator().manual_seed(0), guard=8)
     views = operands.query, operands.key, operands.value
     query, key, value = views if layout is Layout.BHSD else tuple(tensor.transpose(1, 2) for tensor in views)
     check_kernel(query, key, value, causal=True, layout=layout.value)
@@ -343,9 +345,9 @@ def test_a_capture_of_what_was_never_called_goes_to_pytorch_and_is_right() -> No
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = autoattn.explain(query, key, value)
+        explanation = autoattn.explain(query, key, value)
         output = autoattn.attention(query, key, value)
-    assert "captured" in found.reason
+    assert "captured" in explanation.reason
     query.normal_()
     graph.replay()
     torch.cuda.synchronize()
@@ -416,10 +418,10 @@ def test_an_exported_file_launches_as_its_docstring_says(
     batch: int, heads: int, seq_q: int, seq_kv: int, persistent: int, tmp_path: Path
 ) -> None:
     """Triton's own launcher takes sizes of one as constants and looks for what 16 divides."""
-    one = kernels.problem(dtype=DType.BFLOAT16, head_dim=64, mask="causal")
+    problem = kernels.problem(dtype=DType.BFLOAT16, head_dim=64, mask="causal")
     path = tmp_path / "exported.py"
     path.write_text(
-        kernels.source(one, Traits(lse=True), BLOCK_M=64, BLOCK_N=64, num_warps=4, PERSISTENT=persistent).text
+        kernels.source(problem, Traits(lse=True), BLOCK_M=64, BLOCK_N=64, num_warps=4, PERSISTENT=persistent).text
     )
     spec = importlib.util.spec_from_file_location("exported", path)
     assert spec is not None

@@ -35,8 +35,8 @@ def nothing_planned() -> Iterator[None]:
 
 def three(*shape: int, dtype: torch.dtype = torch.bfloat16, learns: bool = False) -> list[Tensor]:
     generator = torch.Generator("cuda").manual_seed(1)
-    made = [torch.randn(shape, device="cuda", generator=generator, dtype=torch.float32).to(dtype) for _ in range(3)]
-    return [tensor.requires_grad_(learns) for tensor in made]
+    tensors = [torch.randn(shape, device="cuda", generator=generator, dtype=torch.float32).to(dtype) for _ in range(3)]
+    return [tensor.requires_grad_(learns) for tensor in tensors]
 
 
 def close(actual: Tensor, wanted: Tensor) -> None:
@@ -62,13 +62,13 @@ def test_float64_and_large_head_dims_are_pytorchs_with_their_gradients(
         close(output, wanted)
         output.sum().backward()
         wanted.sum().backward()
-        for one, two in zip(mine, other, strict=True):
-            assert one.grad is not None
-            assert two.grad is not None
-            close(one.grad, two.grad)
-    found = autoattn.explain_sdpa(*mine, is_causal=is_causal)
-    assert (found.route, found.problem) == ("sdpa", None)
-    assert "and the kernels take" in found.reason
+        for leaf, other_leaf in zip(mine, other, strict=True):
+            assert leaf.grad is not None
+            assert other_leaf.grad is not None
+            close(leaf.grad, other_leaf.grad)
+    explanation = autoattn.explain_sdpa(*mine, is_causal=is_causal)
+    assert (explanation.route, explanation.problem) == ("sdpa", None)
+    assert "and the kernels take" in explanation.reason
 
 
 def test_gradcheck_in_float64() -> None:
@@ -98,7 +98,7 @@ def test_a_mask_together_with_is_causal_is_pytorchs_to_take_or_refuse(backend: S
 
 def on_the_cpu(*tensors: Tensor, **given: Any) -> Tensor:
     """PyTorch's answer where an axis has no elements, for which a GPU's backends give None (torch 2.11)."""
-    moved = {name: one.cpu() if isinstance(one, Tensor) else one for name, one in given.items()}
+    moved = {name: argument.cpu() if isinstance(argument, Tensor) else argument for name, argument in given.items()}
     output: Tensor = sdpa_calls.by_pytorch(*(tensor.cpu() for tensor in tensors), **moved)
     return output.cuda()
 
@@ -208,5 +208,8 @@ def test_drawn_calls_that_go_to_pytorch_mean_the_same() -> None:
 
 def on_card(call: SdpaCall) -> SdpaCall:
     tensors = [tensor.detach().cuda() for tensor in (call.query, call.key, call.value)]
-    given = {name: one.detach().cuda() if isinstance(one, Tensor) else one for name, one in call.given.items()}
+    given = {
+        name: argument.detach().cuda() if isinstance(argument, Tensor) else argument
+        for name, argument in call.given.items()
+    }
     return SdpaCall(query=tensors[0], key=tensors[1], value=tensors[2], given=given, wrong=call.wrong)

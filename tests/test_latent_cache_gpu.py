@@ -131,10 +131,10 @@ def test_what_shares_a_batch_changes_no_bit_where_that_is_asked() -> None:
     whole = autoattn.cached_attention(*three, held, block_table=table, deterministic=True)
     for row in range(6):
         alone = slice(row, row + 1)
-        one = autoattn.cached_attention(
+        output = autoattn.cached_attention(
             query[alone], *three[1:], held[alone], block_table=table[alone], deterministic=True
         )
-        assert torch.equal(one, whole[alone])
+        assert torch.equal(output, whole[alone])
 
 
 def test_a_captured_step_replays_with_other_lengths_and_pages() -> None:

@@ -48,8 +48,8 @@ def test_a_table_of_booleans_keeps_whole_blocks_and_cuts_the_last_one() -> None:
 def test_lists_of_blocks_are_the_same_table() -> None:
     kept = torch.tensor([[True, False, True], [False, True, False]])
     sizes: dict[str, Any] = {"block_size": (16, 32), "seq_q": 32, "seq_kv": 96}
-    one, other = masks.from_table(kept, **sizes), masks.from_table([[2, 0], [1]], **sizes)
-    assert lists(one) == lists(other) == ([[0, 2], [1]], [[], []])
+    by_table, by_indices = masks.from_table(kept, **sizes), masks.from_table([[2, 0], [1]], **sizes)
+    assert lists(by_table) == lists(by_indices) == ([[0, 2], [1]], [[], []])
 
 
 def test_tables_of_each_head_stay_apart() -> None:

@@ -61,7 +61,7 @@ def test_calls_that_differ_in_numbers_alone_are_read_once(ranks: Ranks) -> None:
     for deterministic, expected in ((True, ""), (1, error), (True, "")):  # equal, but not the same argument
         words = {"causal": True, "deterministic": deterministic}
         errors = ranks.run(2, context_calls.refusal, dict.fromkeys(range(2), SHAPE), words)
-        assert all(found.startswith(expected) and bool(found) == bool(expected) for found in errors), errors
+        assert all(message.startswith(expected) and bool(message) == bool(expected) for message in errors), errors
 
 
 def test_a_tensor_is_divided_and_put_together_again(ranks: Ranks) -> None:

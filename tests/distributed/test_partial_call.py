@@ -33,14 +33,14 @@ def differentiate(kernel: Kernel, problem: Problem, operands: Operands, saved: S
     weights = torch.exp(query @ key.mT * operands.scale - saved.lse[..., None])
     inner = weights * (pull @ value.mT - (pull * saved.output.float()).sum(-1, keepdim=True)) * operands.scale
     gradients.query.copy_(inner @ key)
-    for room, made in ((gradients.key, inner.mT @ query), (gradients.value, weights.mT @ pull)):
-        room.copy_(made.unflatten(1, (-1, groups)).sum(2))
+    for room, gradient in ((gradients.key, inner.mT @ query), (gradients.value, weights.mT @ pull)):
+        room.copy_(gradient.unflatten(1, (-1, groups)).sum(2))
 
 
 def merge_in_place(kernel: Kernel, parts: PartialOutputs) -> None:
     """As the kernel does it."""
-    for room, made in zip((parts.first, parts.first_lse), merge_formula.merge(parts), strict=True):
-        room.copy_(made)
+    for room, merged in zip((parts.first, parts.first_lse), merge_formula.merge(parts), strict=True):
+        room.copy_(merged)
 
 
 def tensors(dtype: torch.dtype) -> list[Tensor]:
@@ -57,8 +57,8 @@ def by_halves(query: Tensor, key: Tensor, value: Tensor, pull: Tensor) -> tuple[
     for three in halves:
         merged.add(*partial_call.attend(three, (-1, -1), TERMS, None, None), (0, 32))
     answer = merged.result(query.device)
-    made = [partial_call.differentiate(three, (-1, -1), TERMS, None, answer, (pull, None)) for three in halves]
-    first, second = made
+    gradients = [partial_call.differentiate(three, (-1, -1), TERMS, None, answer, (pull, None)) for three in halves]
+    first, second = gradients
     return answer[0], [
         first.query + second.query,
         torch.cat([first.key, second.key], 1),
@@ -84,8 +84,8 @@ def test_kernels_of_both_passes_get_the_output_and_the_lse_of_all_keys(
     output, gradients = by_halves(*given)
     assert card["forward"] == 2
     expected, expected_gradients = whole(*given)
-    for found, right in zip([output, *gradients], [expected, *expected_gradients], strict=True):
-        torch.testing.assert_close(found.double(), right, rtol=2e-2, atol=2e-2)
+    for tensor, right in zip([output, *gradients], [expected, *expected_gradients], strict=True):
+        torch.testing.assert_close(tensor.double(), right, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -102,24 +102,24 @@ def test_what_was_prepared_for_both_passes_runs_without_asking_for_a_choice(
         problem = autoattn.explain(*three, layout="bshd").problem
     assert problem is not None
     enter(card, problem)
-    made = []
+    answers = []
     for _ in range(3):
         answer = partial_call.attend(three, (-1, -1), TERMS, packing, None)
         gradients = partial_call.differentiate(three, (-1, -1), TERMS, packing, answer, (pull, None))
-        made.append([*answer, *gradients[:3]])
+        answers.append([*answer, *gradients[:3]])
         monkeypatch.setattr(KernelChoices, "takes", lambda *given, **words: pytest.fail("a choice was asked for"))
     assert card["backward"] == 3
-    for again in made[1:]:
-        for found, expected in zip(again, made[0], strict=True):
-            assert torch.equal(found, expected)
+    for again in answers[1:]:
+        for tensor, expected in zip(again, answers[0], strict=True):
+            assert torch.equal(tensor, expected)
 
 
 def test_pytorch_differentiates_a_call_where_no_kernel_does() -> None:
     given = tensors(torch.float64)
     output, gradients = by_halves(*given)
     expected, expected_gradients = whole(*given)
-    for found, right in zip([output, *gradients], [expected, *expected_gradients], strict=True):
-        torch.testing.assert_close(found, right)
+    for tensor, right in zip([output, *gradients], [expected, *expected_gradients], strict=True):
+        torch.testing.assert_close(tensor, right)
 
 
 def test_tokens_in_no_rectangle_stand_in_sequences_that_see_nothing() -> None:

@@ -58,7 +58,7 @@ def pairs(rectangle: Rectangle) -> list[tuple[int, int]]:
 
 def computed(split: Split, rank: int, plan: Schedule) -> Counter[tuple[Token, Token]]:
     """How often a rank's calls have each pair of a query and a key."""
-    found: Counter[tuple[Token, Token]] = Counter()
+    counts: Counter[tuple[Token, Token]] = Counter()
     queries = tokens(split, rank)
     for hop in plan.hops:
         keys = [
@@ -69,8 +69,8 @@ def computed(split: Split, rank: int, plan: Schedule) -> Counter[tuple[Token, To
         ]
         keys = [keys[place] for begin, end in hop.order for place in range(begin, end)] if hop.order else keys
         for call in hop.calls:
-            found.update((queries[query], keys[key]) for each in call for query, key in pairs(each))
-    return found
+            counts.update((queries[query], keys[key]) for each in call for query, key in pairs(each))
+    return counts
 
 
 @settings(max_examples=60)

@@ -172,9 +172,11 @@ def test_a_tensor_where_structure_says_less(
 def test_padding_between_tokens_is_no_packed_sequence() -> None:
     mask = padded(2, 20)
     mask[0, 6:9] = 0
-    made = create(chunks(mask), 20, 20, attention_mask=mask)
-    assert isinstance(made, Tensor)
-    assert torch.equal(made, masking_utils.sdpa_mask(2, 20, 20, mask_function=chunks(mask), attention_mask=mask.bool()))
+    dense_mask = create(chunks(mask), 20, 20, attention_mask=mask)
+    assert isinstance(dense_mask, Tensor)
+    assert torch.equal(
+        dense_mask, masking_utils.sdpa_mask(2, 20, 20, mask_function=chunks(mask), attention_mask=mask.bool())
+    )
 
 
 def test_an_unknown_pattern_becomes_a_tensor_and_says_so_once() -> None:

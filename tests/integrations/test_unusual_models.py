@@ -67,12 +67,12 @@ def model(config: str) -> Any:
 
 def both(net: Any, other: str = NAME, **given: Any) -> list[torch.Tensor]:
     """Logits of eager attention, and of autoattn or another."""
-    found = []
+    logits = []
     for implementation in ("eager", other):
         net.set_attn_implementation(implementation)
         with torch.no_grad():
-            found.append(net(**given).logits)
-    return found
+            logits.append(net(**given).logits)
+    return logits
 
 
 @pytest.mark.parametrize("left", [0, 5])

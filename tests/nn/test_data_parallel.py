@@ -53,8 +53,8 @@ def gradients(module: torch.nn.Module) -> list[Tensor]:
     for parameter in module.parameters():
         parameter.grad = None
     module(TOKENS).sin().sum().backward()
-    found = [parameter.grad for parameter in module.parameters()]
-    return [one.full_tensor() if hasattr(one, "full_tensor") else one for one in found]  # type: ignore[union-attr]
+    grads = [parameter.grad for parameter in module.parameters()]
+    return [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in grads]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

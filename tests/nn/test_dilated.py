@@ -87,8 +87,8 @@ def test_gradients_are_those_of_the_dense_formula() -> None:
     output = dilated_attention(*inputs, segment_lengths=lengths, dilation_rates=rates, causal=True)
     expected = dense(tuple(inputs), lengths, rates, True)  # type: ignore[arg-type]
     ours = torch.autograd.grad(output.double().square().sum(), inputs)
-    for one, other in zip(ours, torch.autograd.grad(expected.square().sum(), inputs), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    for gradient, expected_gradient in zip(ours, torch.autograd.grad(expected.square().sum(), inputs), strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-4)
 
 
 def test_scores_that_overflow_an_exponential_are_merged_all_the_same() -> None:

@@ -91,7 +91,7 @@ def result(
     module: torch.nn.MultiheadAttention, tokens: tuple[Tensor, ...], **given: Any
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
     """Output, weights, and the gradients of the tokens and the parameters."""
-    three = [one.clone().requires_grad_() for one in tokens]
+    three = [tensor.clone().requires_grad_() for tensor in tokens]
     output, weights = module(*three, **given)
     loss = output.sin().sum() if weights is None else output.sin().sum() + weights.square().sum()
     _, parameters = zip(*sorted(module.named_parameters()), strict=True)

@@ -29,7 +29,11 @@ OFFSETS = torch.tensor([0, 1, 3], dtype=torch.int32)
 def declared(function: Callable[..., Any]) -> dict[str, tuple[str, object]]:
     """Keyword-only argument -> (annotation, default)."""
     parameters = inspect.signature(function).parameters.values()
-    return {one.name: (one.annotation, one.default) for one in parameters if one.kind is one.KEYWORD_ONLY}
+    return {
+        parameter.name: (parameter.annotation, parameter.default)
+        for parameter in parameters
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
 
 
 def of_table(arguments: tuple[CallArgument, ...]) -> dict[str, tuple[str, object]]:

@@ -30,8 +30,8 @@ def test_the_same_call_is_found_among_recent_ones() -> None:
     assert not found_among_recent(shifted(query, 1), key, value), "a kernel would read it by wider steps"
     with torch.no_grad():
         assert not found_among_recent(*three())
-    for asked in ({"causal": 0}, {"softcap": False}, {"return_lse": True}):
-        assert not found_among_recent(*three(), **asked)
+    for words in ({"causal": 0}, {"softcap": False}, {"return_lse": True}):
+        assert not found_among_recent(*three(), **words)
     assert not found_among_recent(*three(dtype=torch.float32))
     assert not found_among_recent(*three(dtype=torch.float32)), "how its products are formed is no switch that is seen"
 
@@ -45,12 +45,12 @@ def test_calls_of_the_same_shapes_are_found_where_they_take_turns() -> None:
     call_cache.clear()
     kinds: list[dict[str, Any]] = [{}, {"return_lse": True}, {"causal": "top-left"}, {"scale": 0.5}]
     for known in (False, True, True):
-        for asked in kinds:
-            assert found_among_recent(*three(), **asked) is known, asked
+        for words in kinds:
+            assert found_among_recent(*three(), **words) is known, words
     for scale in SCALES:
         assert not found_among_recent(*three(), scale=scale)
-    for asked in kinds:
-        assert not found_among_recent(*three(), **asked), "the oldest made room"
+    for words in kinds:
+        assert not found_among_recent(*three(), **words), "the oldest made room"
 
 
 def test_words_that_each_call_makes_anew_are_the_same_words_and_equal_ones_of_other_types_are_not() -> None:
@@ -107,7 +107,7 @@ class StubCall:
 def test_kinds_differ_by_whether_gradients_are_wanted_and_must_repeat(exact: bool) -> None:
     """Also where PyTorch's attention is the answer, which sees all else by itself."""
 
-    def found(*, gradient: bool) -> bool:
+    def is_found(*, gradient: bool) -> bool:
         query, key, value = (tensor.requires_grad_(gradient) for tensor in three())
         return call_cache.find_guarded(query, key, value, WORDS) is not None
 
@@ -115,12 +115,12 @@ def test_kinds_differ_by_whether_gradients_are_wanted_and_must_repeat(exact: boo
         call_cache.clear()
         query, key, value = (tensor.requires_grad_(gradient) for tensor in three())
         call_cache.guard(query, key, value, WORDS, StubCall(sees_switches=not exact))
-        assert found(gradient=gradient)
-        assert not found(gradient=not gradient)
+        assert is_found(gradient=gradient)
+        assert not is_found(gradient=not gradient)
         with deterministic_sdpa.switched_on(True):
-            assert not found(gradient=gradient)
+            assert not is_found(gradient=gradient)
         with torch.no_grad():
-            assert not found(gradient=gradient)
+            assert not is_found(gradient=gradient)
 
 
 def test_words_that_cannot_be_compared_go_the_ordinary_way() -> None:

@@ -68,7 +68,7 @@ calls = st.tuples(tensor_facts, few_words)
 
 def posed(call: tuple[dict[str, Any], dict[str, Any]], ask: Callable[..., Any]) -> tuple[Any, Any]:
     """What `ask` says of a call, and all that the ordinary way decides of it; an error is a decision too."""
-    facts, asked = call
+    facts, keywords = call
     tensors = [torch.zeros(shape, dtype=facts["dtype"]) for shape in (facts["shapes"][0], *facts["shapes"][1:] * 2)]
     changed = facts["place"]
     moved = shifted(tensors[changed], facts["by"])
@@ -87,14 +87,14 @@ def posed(call: tuple[dict[str, Any], dict[str, Any]], ask: Callable[..., Any]) 
             torch.set_grad_enabled(facts["grad"]),
             torch.autocast("cpu", dtype=kind, enabled=kind is not None),
         ):
-            return ask(*tensors, **asked), decided(tensors, asked)
+            return ask(*tensors, **keywords), decided(tensors, keywords)
     finally:
         torch.set_float32_matmul_precision(before)
 
 
-def decided(tensors: list[Tensor], asked: dict[str, Any]) -> Any:
-    given = {name: word for name, word in asked.items() if name != "return_lse"}
-    lse = asked.get("return_lse", False)
+def decided(tensors: list[Tensor], keywords: dict[str, Any]) -> Any:
+    given = {name: word for name, word in keywords.items() if name != "return_lse"}
+    lse = keywords.get("return_lse", False)
     try:
         call = arguments.read(*tensors, **given, seed=1)  # type: ignore[arg-type]
         plan = planner.plan(call, lse=lse)
@@ -102,7 +102,7 @@ def decided(tensors: list[Tensor], asked: dict[str, Any]) -> Any:
     except AutoattnError:
         return "an error"
     numbers = repr(call.operands.scale), call.operands.softcap, call.operands.dropout
-    strides = [one.stride() for one in (call.operands.query, call.operands.key, call.operands.value)]
+    strides = [tensor.stride() for tensor in (call.operands.query, call.operands.key, call.operands.value)]
     return call.problem, numbers, strides, traits, plan.explanation.route, call.empty, call.operands.query.dtype
 
 
@@ -111,13 +111,13 @@ FACTS = ["shapes", "dtype", "by", "pad", "gradient", "grad", "autocast", "matmul
 
 @settings(max_examples=300)
 @given(calls, st.sampled_from(FACTS), st.tuples(tensor_facts, st.fixed_dictionaries(words)))
-def test_calls_with_one_key_are_decided_alike(one: Any, change: str, donor: Any) -> None:
+def test_calls_with_one_key_are_decided_alike(call: Any, change: str, donor: Any) -> None:
     """The second call is the first one but for a fact, so that keys that forget it meet."""
-    facts, asked = ({**mine, **{change: given[change]}} if change in given else mine
-                    for mine, given in zip(one, donor, strict=True))  # fmt: skip
+    facts, keywords = ({**mine, **{change: given[change]}} if change in given else mine
+                       for mine, given in zip(call, donor, strict=True))  # fmt: skip
     with planned_for_a_card():
-        (key, plan), (other_key, other_plan) = posed(one, key_of), posed((facts, asked), key_of)
-        (_, again), (is_recent, same) = posed(one, found_among_recent), posed((facts, asked), found_among_recent)
+        (key, plan), (other_key, other_plan) = posed(call, key_of), posed((facts, keywords), key_of)
+        (_, again), (is_recent, same) = posed(call, found_among_recent), posed((facts, keywords), found_among_recent)
     if key is not None and key == other_key:
         assert plan == other_plan
     if is_recent:  # PyTorch's guards see as much as the key
@@ -167,10 +167,10 @@ EACH: dict[str, dict[str, Any]] = {
 
 def test_each_argument_makes_another_key() -> None:
     tensors = three(dtype=torch.float32)
-    keys = [key_of(*tensors), *(key_of(*tensors, **asked) for asked in EACH.values())]
+    keys = [key_of(*tensors), *(key_of(*tensors, **keywords) for keywords in EACH.values())]
     assert None not in keys
-    for one, other in itertools.combinations(keys, 2):
-        assert one != other
+    for first, second in itertools.combinations(keys, 2):
+        assert first != second
 
 
 def test_each_fact_of_a_tensor_makes_another_key() -> None:
@@ -196,23 +196,23 @@ def test_each_fact_of_a_tensor_makes_another_key() -> None:
     keys.append(key_of(query, key, value))
     torch.set_float32_matmul_precision(before)
     assert None not in keys
-    for one, other in itertools.combinations(keys, 2):
-        assert one != other
+    for first, second in itertools.combinations(keys, 2):
+        assert first != second
 
 
 def test_equal_calls_on_other_tensors_have_one_key() -> None:
-    one, other = ([shifted(tensor, 0) for tensor in three()] for _ in range(2))
-    assert key_of(*one, window=(3, 0)) == key_of(*other, window=(3, 0))
+    first, second = ([shifted(tensor, 0) for tensor in three()] for _ in range(2))
+    assert key_of(*first, window=(3, 0)) == key_of(*second, window=(3, 0))
     with torch.no_grad():
-        learning = [tensor.requires_grad_() for tensor in other]
-        assert key_of(*one) == key_of(*learning), "where no gradient is recorded, nobody needs one"
+        learning = [tensor.requires_grad_() for tensor in second]
+        assert key_of(*first) == key_of(*learning), "where no gradient is recorded, nobody needs one"
 
 
 def test_where_more_than_a_look_is_needed_there_is_no_key() -> None:
     query, key, value = three()
-    for asked in ({"score_mod": lambda score, *place: score}, {"window": [3, 0]},
-                  {"scale": torch.tensor(1.0)}, {"mask": object()}):  # fmt: skip
-        assert key_of(query, key, value, **asked) is None
+    for keywords in ({"score_mod": lambda score, *place: score}, {"window": [3, 0]},
+                     {"scale": torch.tensor(1.0)}, {"mask": object()}):  # fmt: skip
+        assert key_of(query, key, value, **keywords) is None
     assert key_of(query, key.float(), value) is key_of(query, key, value.to("meta")) is None, "an error, or autocast's"
     for place in range(3):
         three_of = [query, key, value]

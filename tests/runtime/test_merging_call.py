@@ -84,11 +84,11 @@ def test_gradients_whose_forward_pass_merged_are_prepared_by_the_first_of_them(c
     total, sums = torch.zeros(2, 32, 4, 16, dtype=torch.float16), torch.full((2, 4, 32), -math.inf)
     assert merging_call.attend([*tensors, *NONE], WORDS, total, sums)
     push, learns = torch.ones_like(total), [True] * 3 + [False] * len(NONE)
-    made = []
+    gradients = []
     for prepared in (0, 1, 2):
-        made.append(BACKWARD(push, None, total, sums, *tensors, *NONE, learns=learns, **WORDS))
+        gradients.append(BACKWARD(push, None, total, sums, *tensors, *NONE, learns=learns, **WORDS))
         assert card["prepared"] == prepared
-    for first, *others in zip(*made, strict=True):
+    for first, *others in zip(*gradients, strict=True):
         assert bool((first != 0).any())
         assert all(torch.equal(first, other) for other in others)
 

@@ -57,17 +57,17 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_prepared_call_launches_what_the_ordinary_one_does(name: str, card: Launches) -> None:
     first, second = three(), three()
-    made = autoattn.attention(*first, **CALLS[name])
-    found = autoattn.attention(*second, **CALLS[name])
+    ordinary = autoattn.attention(*first, **CALLS[name])
+    prepared = autoattn.attention(*second, **CALLS[name])
     assert (len(card.ordinary), len(card.prepared)) == (1, 1)
     same(card.ordinary[0], card.prepared[0])
-    made, found = (one if isinstance(one, tuple) else (one,) for one in (made, found))
-    for one, other in zip(made, found, strict=True):
-        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
-    passed = [one.address if isinstance(one, Descriptor) else one for one in card.prepared[0][1]]
-    assert {one.data_ptr() for one in (*second, *found)} <= {*passed}
-    assert {one.data_ptr() for one in (*first, *made)}.isdisjoint(passed)
-    assert passed[:3] == [one.data_ptr() for one in second]
+    ordinary, prepared = (answer if isinstance(answer, tuple) else (answer,) for answer in (ordinary, prepared))
+    for left, right in zip(ordinary, prepared, strict=True):
+        assert (left.shape, left.stride(), left.dtype) == (right.shape, right.stride(), right.dtype)
+    passed = [argument.address if isinstance(argument, Descriptor) else argument for argument in card.prepared[0][1]]
+    assert {tensor.data_ptr() for tensor in (*second, *prepared)} <= {*passed}
+    assert {tensor.data_ptr() for tensor in (*first, *ordinary)}.isdisjoint(passed)
+    assert passed[:3] == [tensor.data_ptr() for tensor in second]
 
 
 @pytest.mark.parametrize("name", ["plain", "lse", "causal", "bshd"])
@@ -80,17 +80,17 @@ def test_so_does_one_that_takes_descriptors(name: str, card: Launches, monkeypat
 
 def test_a_prepared_packed_call_launches_what_the_ordinary_one_does(card: Launches) -> None:
     first, second = packed(), packed()
-    made = autoattn.packed_attention(*first, causal=True, return_lse=True)
-    found = autoattn.packed_attention(*second, causal=True, return_lse=True)
+    ordinary = autoattn.packed_attention(*first, causal=True, return_lse=True)
+    prepared = autoattn.packed_attention(*second, causal=True, return_lse=True)
     assert (len(card.ordinary), len(card.prepared)) == (1, 1)
     same(card.ordinary[0], card.prepared[0])
-    assert [one.shape for one in made] == [one.shape for one in found]
+    assert [tensor.shape for tensor in ordinary] == [tensor.shape for tensor in prepared]
     launch = known_launch()
     others = (None,) * (len(POINTERS) - 10)  # of scores and caches
-    tensors = dict(zip(POINTERS, (*second[:3], *found, None, None, None, *second[3:5], *others), strict=True))
+    tensors = dict(zip(POINTERS, (*second[:3], *prepared, None, None, None, *second[3:5], *others), strict=True))
     for place, number in launch.form.pointers:
         assert sum(card.prepared[0], ())[place] == tensors[POINTERS[number]].data_ptr()
-    assert len(launch.form.pointers) == len(second[:5]) + len(found), (
+    assert len(launch.form.pointers) == len(second[:5]) + len(prepared), (
         "all but the rooms and the tensors of other kernels"
     )
 
@@ -121,18 +121,18 @@ def test_the_environments_numerics_make_another_answer_at_every_door(
         lambda: functional.scaled_dot_product_attention(*tensors, is_causal=True),
         lambda: functional.flash_attn_varlen_func(*packed()),
     ]
-    asked: list[str] = []
+    numerics: list[str] = []
     decide = cache_lookup.explain
     monkeypatch.setattr(
         cache_lookup,
         "explain",
-        lambda problem, *facts: (asked.append(problem.numerics.value), decide(problem, *facts))[1],
+        lambda problem, *facts: (numerics.append(problem.numerics.value), decide(problem, *facts))[1],
     )
     for environment in ("", "online", "", "online"):
         monkeypatch.setenv("AUTOATTN_NUMERICS", environment)
         for door in doors:
             door()
-    assert asked == ["any"] * 3 + ["online"] * 3
+    assert numerics == ["any"] * 3 + ["online"] * 3
     assert (len(card.ordinary), len(card.prepared)) == (6, 6)
     monkeypatch.setenv("AUTOATTN_NUMERICS", "nonsense")
     for door in doors:
@@ -188,18 +188,18 @@ def test_a_kernel_with_descriptors_and_scratch_is_prepared(card: Launches, monke
     assert [grid for grid, _ in card.ordinary] == [(11, 1, 1)]
     assert [facts[0] for facts, _ in card.prepared] == [11] * 3
     passed = card.prepared[-1][1]
-    assert passed[:2] == tuple(Descriptor.of(View.of(one), one.data_ptr()) for one in (query, output))
+    assert passed[:2] == tuple(Descriptor.of(View.of(tensor), tensor.data_ptr()) for tensor in (query, output))
     assert passed[2] == value.data_ptr()
     assert passed[3] > 0
     assert card.prepared[0][1][0] is passed[0], "a descriptor is made once for an address"
-    assert not any(isinstance(one, Tensor) for one in known_launch().given)
+    assert not any(isinstance(argument, Tensor) for argument in known_launch().given)
 
 
 def test_a_kernel_whose_programs_share_tiles_is_prepared(card: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int, int]] = []
+    requested_sizes: list[tuple[int, int, int]] = []
 
     def sized(batch: int, heads: int, rows: int) -> int:
-        asked.append((batch, heads, rows))
+        requested_sizes.append((batch, heads, rows))
         return 6
 
     module = SimpleNamespace(
@@ -216,7 +216,7 @@ def test_a_kernel_whose_programs_share_tiles_is_prepared(card: Launches, monkeyp
     for _ in range(3):
         autoattn.attention(query, key, value)
     sizes = query.shape[0], key.shape[1], query.shape[2] * group
-    assert set(asked) == {sizes}, "heads that share keys are the rows of one"
+    assert set(requested_sizes) == {sizes}, "heads that share keys are the rows of one"
     assert [facts[0] for facts, _ in card.prepared] == [math.prod(sizes)] * 2
     for _, passed in card.prepared:
         assert all(address > 0 for address in passed)
@@ -322,16 +322,16 @@ def test_a_compiled_training_step_runs_the_kernel_forward(card: Launches, learns
 # --- PyTorch's part ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asked", [{}, {"causal": True}, {"causal": "top-left"}, {"layout": "bshd"}, {"scale": 2.0}])
-def test_pytorchs_answer_is_prepared_and_the_same(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("words", [{}, {"causal": True}, {"causal": "top-left"}, {"layout": "bshd"}, {"scale": 2.0}])
+def test_pytorchs_answer_is_prepared_and_the_same(words: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.randn(2, 4, 6, 16), *(torch.randn(2, 2, 6, 16) for _ in range(2))]
-    if asked.get("layout") == "bshd":
+    if words.get("layout") == "bshd":
         tensors = [tensor.transpose(1, 2).contiguous() for tensor in tensors]
-    ordinary = autoattn.attention(*tensors, **asked)
+    ordinary = autoattn.attention(*tensors, **words)
     monkeypatch.setattr(arguments, "read", None)
-    found = autoattn.attention(*tensors, **asked)
-    assert torch.equal(found, ordinary)
-    assert found.stride() == ordinary.stride()
+    prepared = autoattn.attention(*tensors, **words)
+    assert torch.equal(prepared, ordinary)
+    assert prepared.stride() == ordinary.stride()
 
 
 def test_a_prepared_answer_of_pytorchs_has_gradients() -> None:
@@ -341,9 +341,9 @@ def test_a_prepared_answer_of_pytorchs_has_gradients() -> None:
         assert all(tensor.grad is not None for tensor in (query, key, value))
 
 
-@pytest.mark.parametrize("asked", [{"window": (2, 2)}, {"scale": -1.0}, {"scale": 0.0}, {"return_lse": True}])
-def test_what_pytorch_does_not_take_as_it_is_is_not_prepared(asked: dict[str, Any]) -> None:
-    autoattn.attention(*three(dtype=torch.float32), **asked)
+@pytest.mark.parametrize("words", [{"window": (2, 2)}, {"scale": -1.0}, {"scale": 0.0}, {"return_lse": True}])
+def test_what_pytorch_does_not_take_as_it_is_is_not_prepared(words: dict[str, Any]) -> None:
+    autoattn.attention(*three(dtype=torch.float32), **words)
     assert call_cache.info().calls == 0
 
 

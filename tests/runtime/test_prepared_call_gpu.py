@@ -51,10 +51,11 @@ def ordinary(call: Callable[[], Any]) -> Any:
         return call()
 
 
-def same(one: Any, other: Any) -> bool:
-    ones, others = (found if isinstance(found, tuple) else (found,) for found in (one, other))
+def same(first: Any, second: Any) -> bool:
+    first_tensors, second_tensors = (answer if isinstance(answer, tuple) else (answer,) for answer in (first, second))
     return all(
-        torch.equal(left, right) and left.stride() == right.stride() for left, right in zip(ones, others, strict=True)
+        torch.equal(left, right) and left.stride() == right.stride()
+        for left, right in zip(first_tensors, second_tensors, strict=True)
     )
 
 
@@ -67,9 +68,9 @@ def test_a_prepared_call_gives_the_bits_of_the_ordinary_one(name: str) -> None:
     first, second = three(), three()
     autoattn.attention(*first, **CALLS[name])
     assert count() == 1
-    found = autoattn.attention(*second, **CALLS[name])
+    output = autoattn.attention(*second, **CALLS[name])
     assert count() == 1
-    assert same(found, ordinary(lambda: autoattn.attention(*second, **CALLS[name])))
+    assert same(output, ordinary(lambda: autoattn.attention(*second, **CALLS[name])))
 
 
 def test_ten_thousand_calls_give_the_same() -> None:
@@ -85,13 +86,13 @@ def test_other_addresses_alignments_and_strides_are_told_apart() -> None:
     room = torch.randn(3, 2 * 4 * 100 * 64 + 64, device="cuda").bfloat16()
     for shift in (0, 8, 1, 2, 4, 0, 16, 3, 1):
         tensors = [row[shift : shift + 2 * 4 * 100 * 64].view(2, 4, 100, 64) for row in room]
-        found = autoattn.attention(*tensors)
-        assert torch.equal(found, ordinary(lambda given=tensors: autoattn.attention(*given))), shift
+        output = autoattn.attention(*tensors)
+        assert torch.equal(output, ordinary(lambda given=tensors: autoattn.attention(*given))), shift
     wide = torch.randn(3, 2, 4, 100, 80, device="cuda").bfloat16()
     for head_dim in (64, 72, 64, 57):
         tensors = [tensor[..., :head_dim] for tensor in wide]
-        found = autoattn.attention(*tensors)
-        assert torch.equal(found, ordinary(lambda given=tensors: autoattn.attention(*given))), head_dim
+        output = autoattn.attention(*tensors)
+        assert torch.equal(output, ordinary(lambda given=tensors: autoattn.attention(*given))), head_dim
 
 
 def test_a_graph_holds_prepared_calls_and_follows_its_inputs() -> None:
@@ -153,8 +154,11 @@ def test_packed_calls_are_prepared_and_follow_their_offsets() -> None:
     for split in (50, 120, 50):
         offsets = torch.tensor([0, split, 200], dtype=torch.int32, device="cuda")
         given = (query, key, value, offsets, offsets, 150, 150)
-        found = autoattn.packed_attention(*given, causal=True, return_lse=True)
-        assert same(found, ordinary(lambda one=given: autoattn.packed_attention(*one, causal=True, return_lse=True)))
+        output_and_lse = autoattn.packed_attention(*given, causal=True, return_lse=True)
+        assert same(
+            output_and_lse,
+            ordinary(lambda arguments=given: autoattn.packed_attention(*arguments, causal=True, return_lse=True)),
+        )
     assert count() == 1
 
 

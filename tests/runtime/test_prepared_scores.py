@@ -91,15 +91,15 @@ def check(tensors: list[Tensor], given: dict[str, Any]) -> None:
         push = numbers(*output.shape)
         ours = torch.autograd.grad(output, learners, push)
         theirs = torch.autograd.grad(right, learners, push.float())
-        for learner, found, gradient in zip(learners, ours, theirs, strict=True):
-            assert (found.shape, found.dtype) == (learner.shape, learner.dtype)
-            torch.testing.assert_close(found.float(), gradient.float(), rtol=2e-2, atol=2e-2)
+        for learner, gradient, wanted in zip(learners, ours, theirs, strict=True):
+            assert (gradient.shape, gradient.dtype) == (learner.shape, learner.dtype)
+            torch.testing.assert_close(gradient.float(), wanted.float(), rtol=2e-2, atol=2e-2)
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails where anything is parsed, planned or rendered."""
-    asked = ((arguments, "read"), (arguments, "read_packed"), (planner, "plan"), (render, "render"))
-    for module, name in (*asked, (planner, "prepare"), (planner, "load_once")):
+    functions = ((arguments, "read"), (arguments, "read_packed"), (planner, "plan"), (render, "render"))
+    for module, name in (*functions, (planner, "prepare"), (planner, "load_once")):
         monkeypatch.setattr(module, name, lambda *given, name=name, **words: pytest.fail(f"{name} was asked"))
 
 
@@ -237,8 +237,8 @@ def test_second_derivatives_beside_a_learned_bias_are_those_of_the_formula(card:
     bias = numbers(HEADS, 32, KEYS).requires_grad_()
     right = second(lambda *all_: expected([*all_[:3]], {"bias": all_[3]}), given, bias)
     for _ in range(2):
-        found = second(lambda *all_: autoattn.attention(*all_[:3], bias=all_[3]), given, bias)
-        for ours, theirs in zip(found, right, strict=True):
+        gradients = second(lambda *all_: autoattn.attention(*all_[:3], bias=all_[3]), given, bias)
+        for ours, theirs in zip(gradients, right, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=3e-1)
     assert card["prepared"] > 0
 

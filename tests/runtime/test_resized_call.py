@@ -82,9 +82,9 @@ def take_apart(tensors: list[Tensor], scale: float | None = None) -> resized_cal
     return sized
 
 
-def assert_alike(found: Any, expected: Any) -> None:
-    found, expected = (made if isinstance(made, tuple) else (made,) for made in (found, expected))
-    for ours, other in zip(found, expected, strict=True):
+def assert_alike(output: Any, expected: Any) -> None:
+    output, expected = (answer if isinstance(answer, tuple) else (answer,) for answer in (output, expected))
+    for ours, other in zip(output, expected, strict=True):
         assert (ours.shape, ours.stride(), ours.dtype) == (other.shape, other.stride(), other.dtype)
 
 
@@ -97,10 +97,10 @@ def test_a_new_length_launches_what_a_call_of_its_own_would(
     fake_device.set_device(monkeypatch, DEVICES[device])
     words = WORDS[name]
     attend((3, 113, 225), words, layout)
-    found = attend((3, 118, 235), words, layout)
+    output = attend((3, 118, 235), words, layout)
     assert (len(card.ordinary), len(card.prepared)) == (1, 1)
     functional.forget()
-    assert_alike(found, attend((3, 118, 235), words, layout))
+    assert_alike(output, attend((3, 118, 235), words, layout))
     same(card.ordinary[1], card.prepared[0])
 
 
@@ -112,10 +112,10 @@ def test_new_packed_lengths_launch_what_a_call_of_their_own_would(
     fake_device.set_device(monkeypatch, DEVICES[device])
     attend_packed([(30, 60), (113, 225), (66, 68)], words)
     lengths = [(60, 50), (118, 238), (33, 79)]
-    found = attend_packed(lengths, words)
+    output = attend_packed(lengths, words)
     assert (len(card.ordinary), len(card.prepared)) == (1, 1)
     functional.forget()
-    assert_alike(found, attend_packed(lengths, words))
+    assert_alike(output, attend_packed(lengths, words))
     same(card.ordinary[1], card.prepared[0])
 
 
@@ -146,10 +146,10 @@ def test_whatever_came_before_a_call_launches_what_it_would_alone(
     card.ordinary.clear()
     card.prepared.clear()
     attend(first, *facts)
-    found = attend(second, *facts)
+    output = attend(second, *facts)
     resized = card.prepared[0] if card.prepared else None
     functional.forget()
-    assert_alike(found, attend(second, *facts))
+    assert_alike(output, attend(second, *facts))
     if resized is not None:
         same(card.ordinary[-1], resized)
     else:
@@ -291,11 +291,11 @@ def test_gradients_of_new_lengths_are_right(tuned: bool, computed: dict[str, Any
     def step(length: int) -> None:
         leaves = [tensor[:, :, :length].clone().requires_grad_() for tensor in tensors]
         output = autoattn.attention(*leaves, causal=True)
-        found = torch.autograd.grad(output.float().square().sum(), leaves)
+        gradients = torch.autograd.grad(output.float().square().sum(), leaves)
         exact = [leaf.detach().float().requires_grad_() for leaf in leaves]
         expected = torch.nn.functional.scaled_dot_product_attention(*exact, is_causal=True)
         torch.testing.assert_close(output.float(), expected, rtol=1e-2, atol=1e-2)
-        for ours, other in zip(found, torch.autograd.grad(expected.square().sum(), exact), strict=True):
+        for ours, other in zip(gradients, torch.autograd.grad(expected.square().sum(), exact), strict=True):
             torch.testing.assert_close(ours.float(), other, rtol=2e-2, atol=2e-2)
 
     if tuned:
@@ -326,9 +326,9 @@ def test_mistakes_of_a_new_length_are_told_as_those_of_a_first_one(card: Launche
         ends = torch.tensor(offsets, dtype=torch.int32)
         with pytest.raises(TensorError, match=words):
             autoattn.packed_attention(*tokens, ends, ends.clone(), longest, longest)
-    one, two = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 50, 99], [0, 50]))
+    ends_q, ends_kv = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 50, 99], [0, 50]))
     with pytest.raises(TensorError, match="as many sequences"):
-        autoattn.packed_attention(*tokens, one, two, 50, 50)
+        autoattn.packed_attention(*tokens, ends_q, ends_kv, 50, 50)
 
 
 def test_lengths_of_nothing_are_answered_with_nothing(card: Launches) -> None:

@@ -104,10 +104,10 @@ def test_deterministic_mode_may_be_switched_between_lengths(lengths: Lengths) ->
         for switched in (True, False, True, False):
             torch.use_deterministic_algorithms(switched)
             tensors = [tensor.requires_grad_() for tensor in three(next(lengths))]
-            found = torch.autograd.grad(check(*tensors).float().square().sum(), tensors)
+            gradients = torch.autograd.grad(check(*tensors).float().square().sum(), tensors)
             exact = [tensor.detach().float().requires_grad_() for tensor in tensors]
             expected = torch.nn.functional.scaled_dot_product_attention(*exact, enable_gqa=True)
-            for ours, other in zip(found, torch.autograd.grad(expected.square().sum(), exact), strict=True):
+            for ours, other in zip(gradients, torch.autograd.grad(expected.square().sum(), exact), strict=True):
                 torch.testing.assert_close(ours.float(), other, rtol=2e-2, atol=2e-2)
             check(*three(next(lengths)))
     finally:

@@ -142,11 +142,13 @@ def test_a_fault_of_the_machine_ends_it(compilers: Any) -> None:
 
 def test_what_pytorch_answers_is_said_and_not_compiled(compilers: Any) -> None:
     pool = compilers()
-    told = warmed(kernels.problem(dtype=DType.FLOAT8, seq_q=64, seq_kv=64))
+    warmed_kernels = warmed(kernels.problem(dtype=DType.FLOAT8, seq_q=64, seq_kv=64))
     assert not pool.sources
-    assert [kernel.variant for kernel in told] == [None, None]
-    assert all("float8 kernels need sm_89" in kernel.reason and not kernel.refused for kernel in told)
-    assert str(told[0]).endswith("output: no kernel, NVIDIA A30 is sm_80, and float8 kernels need sm_89 or newer")
+    assert [kernel.variant for kernel in warmed_kernels] == [None, None]
+    assert all("float8 kernels need sm_89" in kernel.reason and not kernel.refused for kernel in warmed_kernels)
+    assert str(warmed_kernels[0]).endswith(
+        "output: no kernel, NVIDIA A30 is sm_80, and float8 kernels need sm_89 or newer"
+    )
 
 
 @pytest.mark.parametrize(("jobs", "size"), [(None, 2), (1, 1), (8, 2)])
@@ -194,10 +196,10 @@ def triton_files(folder: Path) -> Iterator[Path]:
 def test_what_was_precompiled_is_said_to_be_ready_and_not_compiled(
     compilers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked: list[Any] = []
+    lookups: list[Any] = []
 
     def find(problem: Problem, variant: Any, traits: Any, arch: int, folder: Path | None) -> Any:
-        asked.append((problem, arch, folder))
+        lookups.append((problem, arch, folder))
         return None if traits.lse else "precompiled with Triton 3.6.0 for sm_80"
 
     monkeypatch.setattr(machine_code, "find", find)
@@ -207,7 +209,7 @@ def test_what_was_precompiled_is_said_to_be_ready_and_not_compiled(
     assert (plain.answer, with_lse.answer) == (Answer.OUTPUT, Answer.OUTPUT_AND_LSE)
     assert (plain.precompiled, with_lse.precompiled) == ("precompiled with Triton 3.6.0 for sm_80", "")
     assert str(plain).endswith(", precompiled with Triton 3.6.0 for sm_80")
-    assert asked[0] == (SMALL, A30.arch, tmp_path)
+    assert lookups[0] == (SMALL, A30.arch, tmp_path)
 
 
 def test_a_report_counts_as_compiled(compilers: Any) -> None:

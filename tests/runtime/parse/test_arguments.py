@@ -193,15 +193,15 @@ def test_a_block_table_and_flexattentions_own_pose_the_same_problem() -> None:
     query, key = zeros(2, 6, 200, 8), zeros(2, 3, 300, 8)
     ours = masks.from_mod(causal, seq_q=200, seq_kv=300)
     theirs = create_block_mask(causal, None, None, 200, 300, device="cpu")
-    one, other = (arguments.read(query, key, key, mask=mask, sinks=torch.zeros(6)) for mask in (ours, theirs))
-    assert one.problem == other.problem
-    assert one.problem.mask.sparse
-    for call in (one, other):
+    our_call, their_call = (arguments.read(query, key, key, mask=mask, sinks=torch.zeros(6)) for mask in (ours, theirs))
+    assert our_call.problem == their_call.problem
+    assert our_call.problem.mask.sparse
+    for call in (our_call, their_call):
         assert call.operands.table is not None
         dense = masks.to_dense(ours)
-        found = autoattn.attention(torch.zeros(1, 1, 200, 8), torch.zeros(1, 1, 300, 8), torch.eye(300)[None, None],
-                                   mask=ours)  # fmt: skip
-        assert torch.equal(found > 0, dense)
+        output = autoattn.attention(torch.zeros(1, 1, 200, 8), torch.zeros(1, 1, 300, 8), torch.eye(300)[None, None],
+                                    mask=ours)  # fmt: skip
+        assert torch.equal(output > 0, dense)
 
 
 # --- packed sequences -------------------------------------------------------------------------------------------------
@@ -264,19 +264,21 @@ def test_offsets_of_inference_mode_are_taken() -> None:
 
 def negated(*shape: int) -> Tensor:
     """As PyTorch gives the imaginary part of a conjugate: its memory holds the negatives."""
-    found = torch.complex(torch.randn(shape), torch.randn(shape)).conj().imag
-    assert found.is_neg()
-    return found
+    imaginary = torch.complex(torch.randn(shape), torch.randn(shape)).conj().imag
+    assert imaginary.is_neg()
+    return imaginary
 
 
 def test_views_that_stand_for_negatives_are_copied() -> None:
     three = [negated(2, 4, 8, 16) for _ in range(3)]
     given = {"bias": negated(8, 8), "alibi_slopes": negated(4), "sinks": negated(4)}
     read = arguments.read(*three, **given).operands
-    found = {name: getattr(read, name) for name in ("query", "key", "value", "bias", "narrow_bias", "slopes", "sinks")}
+    tensors = {
+        name: getattr(read, name) for name in ("query", "key", "value", "bias", "narrow_bias", "slopes", "sinks")
+    }
     expected = [*three, given["bias"], given["bias"], given["alibi_slopes"], given["sinks"]]
-    for (name, one), wanted in zip(found.items(), expected, strict=True):
-        assert not one.is_neg(), name
-        assert torch.equal(*torch.broadcast_tensors(one, wanted)), name
+    for (name, tensor), wanted in zip(tensors.items(), expected, strict=True):
+        assert not tensor.is_neg(), name
+        assert torch.equal(*torch.broadcast_tensors(tensor, wanted)), name
     plain = [torch.randn(2, 4, 8, 16) for _ in range(3)]
     assert arguments.read(*plain).operands.query is plain[0]

@@ -105,9 +105,9 @@ def compare(call: SdpaCall) -> None:
 def test_what_pytorch_takes_is_taken_and_means_the_same(rng: random.Random) -> None:
     call = sdpa_calls.drawn(rng)
     compare(call)
-    found = functional.explain_sdpa(call.query, call.key, call.value, **call.given)
-    assert found.route in ("sdpa", "eager")
-    assert found.reason != ""
+    explanation = functional.explain_sdpa(call.query, call.key, call.value, **call.given)
+    assert explanation.route in ("sdpa", "eager")
+    assert explanation.reason != ""
 
 
 @settings(max_examples=250)
@@ -148,9 +148,9 @@ HANDED: dict[str, tuple[tuple[Tensor, ...], dict[str, Any], str]] = {
 def test_explain_says_why_pytorch_answers(name: str) -> None:
     tensors, given, reason = HANDED[name]
     close(ours(*tensors, **given), theirs(*tensors, **given))
-    found = autoattn.explain_sdpa(*tensors, **given)
-    assert found.route == "sdpa"
-    assert found.reason.startswith(reason)
+    explanation = autoattn.explain_sdpa(*tensors, **given)
+    assert explanation.route == "sdpa"
+    assert explanation.reason.startswith(reason)
 
 
 def test_a_mask_together_with_is_causal_is_pytorchs_to_take_or_refuse() -> None:
@@ -206,10 +206,10 @@ def nested(layout: torch.layout, seed: int, *, learns: bool = False) -> Tensor:
         leaf = torch.nested.nested_tensor(flat, layout=layout, requires_grad=learns)
         if learns:
             leaf.retain_grad()
-        made: Tensor = leaf.unflatten(-1, [4, 8]).transpose(1, 2)
+        heads: Tensor = leaf.unflatten(-1, [4, 8]).transpose(1, 2)
         if learns:
-            made.retain_grad()
-        return made
+            heads.retain_grad()
+        return heads
 
 
 class Own(Tensor):
@@ -372,11 +372,11 @@ def test_gradcheck_in_float64_of_packed_sequences() -> None:
 
 def test_attention_explains_float64_and_large_head_dims_and_remembers_such_calls() -> None:
     tensors = three(1, 2, 5, 300)
-    found = autoattn.explain(*tensors, causal=True)
-    assert (found.route, found.problem) == ("sdpa", None)
-    assert found.reason == "the head dim of query is 300, and the kernels take at most 256"
-    found = autoattn.explain(*(tensor.double() for tensor in tensors), softcap=2.0)
-    assert (found.route, found.problem) == ("eager", None)
+    explanation = autoattn.explain(*tensors, causal=True)
+    assert (explanation.route, explanation.problem) == ("sdpa", None)
+    assert explanation.reason == "the head dim of query is 300, and the kernels take at most 256"
+    explanation = autoattn.explain(*(tensor.double() for tensor in tensors), softcap=2.0)
+    assert (explanation.route, explanation.problem) == ("eager", None)
     close(autoattn.attention(*tensors, causal=True), theirs(*tensors, is_causal=True))
     close(autoattn.attention(*tensors, causal=True), theirs(*tensors, is_causal=True))
 

@@ -77,7 +77,11 @@ def test_the_package_says_that_it_is_typed() -> None:
 )
 def test_overloads_take_the_keyword_arguments_of_the_function(function: Callable[..., Any], arguments: type) -> None:
     parameters = inspect.signature(function).parameters.values()
-    keywords = {one.name: one.annotation for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY}
+    keywords = {
+        parameter.name: parameter.annotation
+        for parameter in parameters
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
     assert keywords.pop("return_lse") == "bool"
     assert keywords == {name: kind.__forward_arg__ for name, kind in arguments.__annotations__.items()}
 

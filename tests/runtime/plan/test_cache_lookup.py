@@ -49,12 +49,12 @@ def fresh(entry: CacheEntry, **changes: Any) -> CacheEntry:
     return entry if "source_digest" in changes else samples.current(entry)
 
 
-def measured(one: Problem, **changes: Any) -> CacheEntry:
-    return fresh(samples.measured(one), **{"choice": "kernel", **changes})
+def measured(problem: Problem, **changes: Any) -> CacheEntry:
+    return fresh(samples.measured(problem), **{"choice": "kernel", **changes})
 
 
-def predicted(one: Problem, **changes: Any) -> CacheEntry:
-    return fresh(samples.predicted(one), **changes)
+def predicted(problem: Problem, **changes: Any) -> CacheEntry:
+    return fresh(samples.predicted(problem), **changes)
 
 
 def written(folder: Path, *entries: CacheEntry, device: Device = H200) -> Path:
@@ -63,8 +63,8 @@ def written(folder: Path, *entries: CacheEntry, device: Device = H200) -> Path:
     return folder
 
 
-def explained(folder: Path, one: Problem = ASKED, device: Device | None = H200) -> explanations.Explanation:
-    return cache_lookup.explain(one, device, folder)
+def explained(folder: Path, problem: Problem = ASKED, device: Device | None = H200) -> explanations.Explanation:
+    return cache_lookup.explain(problem, device, folder)
 
 
 def on_cache(**changes: Any) -> Problem:
@@ -79,28 +79,32 @@ def on_cache(**changes: Any) -> Problem:
 
 def test_the_problem_itself_beats_its_bucket(tmp_path: Path) -> None:
     entries = [measured(ASKED, params={**samples.measured().params, "num_warps": 4}), measured(IN_BUCKET)]
-    found = explained(written(tmp_path, *entries))
-    assert (found.level, found.route, found.entry) == (Level.EXACT, "kernel", explained(tmp_path).entry)
-    assert found.variant is not None
-    assert found.variant["num_warps"] == 4
-    assert found.reason == "this problem was measured on this card"
-    assert found.steps == ()
+    explanation = explained(written(tmp_path, *entries))
+    assert (explanation.level, explanation.route, explanation.entry) == (
+        Level.EXACT,
+        "kernel",
+        explained(tmp_path).entry,
+    )
+    assert explanation.variant is not None
+    assert explanation.variant["num_warps"] == 4
+    assert explanation.reason == "this problem was measured on this card"
+    assert explanation.steps == ()
 
 
 def test_the_bucket_beats_a_farther_neighbour(tmp_path: Path) -> None:
-    found = explained(written(tmp_path, measured(NEAR), measured(IN_BUCKET), measured(FAR)))
-    assert found.level is Level.BUCKET
-    assert found.entry is not None
-    assert found.entry.problem == IN_BUCKET
+    explanation = explained(written(tmp_path, measured(NEAR), measured(IN_BUCKET), measured(FAR)))
+    assert explanation.level is Level.BUCKET
+    assert explanation.entry is not None
+    assert explanation.entry.problem == IN_BUCKET
 
 
 def test_the_nearest_of_several_neighbours_is_taken(tmp_path: Path) -> None:
-    found = explained(written(tmp_path, measured(FAR), measured(NEAR), predicted(ASKED)))
-    assert found.level is Level.NEAREST
-    assert found.entry is not None
-    assert found.entry.problem == NEAR
-    assert "1.0 octaves away" in found.reason
-    assert found.steps[0] == "exact: this problem was not measured on this card"
+    explanation = explained(written(tmp_path, measured(FAR), measured(NEAR), predicted(ASKED)))
+    assert explanation.level is Level.NEAREST
+    assert explanation.entry is not None
+    assert explanation.entry.problem == NEAR
+    assert "1.0 octaves away" in explanation.reason
+    assert explanation.steps[0] == "exact: this problem was not measured on this card"
 
 
 def test_a_neighbour_beats_a_prediction(tmp_path: Path) -> None:
@@ -108,10 +112,10 @@ def test_a_neighbour_beats_a_prediction(tmp_path: Path) -> None:
 
 
 def test_a_prediction_beats_the_default_and_says_that_it_is_none_measured(tmp_path: Path) -> None:
-    found = explained(written(tmp_path, predicted(ASKED)))
-    assert (found.level, found.route) == (Level.PREDICTED, "kernel")
-    assert found.reason == "predicted for h200, not measured"
-    assert [step.partition(":")[0] for step in found.steps] == ["exact", "bucket, nearest"]
+    explanation = explained(written(tmp_path, predicted(ASKED)))
+    assert (explanation.level, explanation.route) == (Level.PREDICTED, "kernel")
+    assert explanation.reason == "predicted for h200, not measured"
+    assert [step.partition(":")[0] for step in explanation.steps] == ["exact", "bucket, nearest"]
 
 
 def test_a_prediction_for_a_neighbour_is_not_used(tmp_path: Path) -> None:
@@ -120,11 +124,11 @@ def test_a_prediction_for_a_neighbour_is_not_used(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_portfolio")
 def test_without_any_entry_the_templates_default_runs(tmp_path: Path) -> None:
-    found = explained(tmp_path)
-    assert (found.level, found.route, found.entry) == (Level.DEFAULT, "kernel", None)
-    assert found.variant == search_space.load("gluon/forward").default(ASKED, H200)
-    assert "autoattn tune" in found.reason
-    assert [step.partition(":")[0] for step in found.steps] == ["exact", "bucket, nearest", "predicted"]
+    explanation = explained(tmp_path)
+    assert (explanation.level, explanation.route, explanation.entry) == (Level.DEFAULT, "kernel", None)
+    assert explanation.variant == search_space.load("gluon/forward").default(ASKED, H200)
+    assert "autoattn tune" in explanation.reason
+    assert [step.partition(":")[0] for step in explanation.steps] == ["exact", "bucket, nearest", "predicted"]
 
 
 @pytest.mark.parametrize(
@@ -195,10 +199,10 @@ ONLINE = samples.problem(numerics=Numerics.ONLINE)
 KEPT = {**samples.measured().params, "softmax": "first_max"}
 
 
-def of_numerics(one: Problem, make: Callable[..., CacheEntry]) -> CacheEntry:
+def of_numerics(problem: Problem, make: Callable[..., CacheEntry]) -> CacheEntry:
     """An entry of a problem whose winner keeps the maximum where it may."""
-    online = one.numerics is Numerics.ONLINE
-    return make(one) if online else make(one, params=KEPT)
+    online = problem.numerics is Numerics.ONLINE
+    return make(problem) if online else make(problem, params=KEPT)
 
 
 @pytest.mark.parametrize("make", [measured, predicted])
@@ -207,34 +211,34 @@ def test_online_numerics_take_what_was_tuned_for_any_when_no_maximum_is_kept(
 ) -> None:
     entry = make(ASKED)
     assert entry.params["softmax"] != "first_max"
-    found = explained(written(tmp_path, entry), ONLINE)
-    assert (found.problem, found.variant, found.route) == (ONLINE, entry.variant, "kernel")
-    assert found.level is (Level.EXACT if make is measured else Level.PREDICTED)
+    explanation = explained(written(tmp_path, entry), ONLINE)
+    assert (explanation.problem, explanation.variant, explanation.route) == (ONLINE, entry.variant, "kernel")
+    assert explanation.level is (Level.EXACT if make is measured else Level.PREDICTED)
 
 
 @pytest.mark.parametrize("make", [measured, predicted])
 def test_online_numerics_refuse_a_kept_maximum_with_the_spaces_words(
     make: Callable[..., CacheEntry], tmp_path: Path
 ) -> None:
-    alone = (replace(of_numerics(one, make), rivals=(), candidates=()) for one in (ASKED, NEAR))
+    alone = (replace(of_numerics(problem, make), rivals=(), candidates=()) for problem in (ASKED, NEAR))
     folder = written(tmp_path, *alone)
     assert explained(folder).variant == Variant.of(TEMPLATE, KEPT)
-    found = explained(folder, ONLINE)
-    assert found.level is Level.DEFAULT
-    assert found.variant is not None
-    assert found.variant["softmax"] != "first_max"
-    reasons = [step for step in found.steps if "cannot serve, numerics online asks for" in step]
+    explanation = explained(folder, ONLINE)
+    assert explanation.level is Level.DEFAULT
+    assert explanation.variant is not None
+    assert explanation.variant["softmax"] != "first_max"
+    reasons = [step for step in explanation.steps if "cannot serve, numerics online asks for" in step]
     assert len(reasons) == (2 if make is measured else 1)
     assert f"{ASKED} cannot serve" in reasons[0]
 
 
 def test_entries_of_both_numerics_serve_their_own(tmp_path: Path) -> None:
-    for asked, online in ((ASKED, ONLINE), (samples.problem(seq_q=1000), replace(ONLINE, seq_q=1000))):
+    for plain, online in ((ASKED, ONLINE), (samples.problem(seq_q=1000), replace(ONLINE, seq_q=1000))):
         folder = written(tmp_path, of_numerics(ASKED, measured), of_numerics(ONLINE, measured))
-        for one, tuned in ((asked, ASKED), (online, ONLINE)):
-            found = explained(folder, one)
-            assert found.entry is not None
-            assert found.entry.problem == tuned
+        for problem, tuned in ((plain, ASKED), (online, ONLINE)):
+            explanation = explained(folder, problem)
+            assert explanation.entry is not None
+            assert explanation.entry.problem == tuned
 
 
 def test_a_winner_among_online_kernels_alone_serves_no_near_problem_of_any_numerics(tmp_path: Path) -> None:
@@ -249,10 +253,10 @@ def test_an_entry_from_before_there_were_numerics_is_one_for_any(tmp_path: Path)
     for entry in document["entries"].values():
         assert entry["problem"].pop("numerics") == "any"
     path.write_text(json.dumps(document))
-    found = explained(tmp_path)
-    assert found.level is Level.EXACT
-    assert found.entry is not None
-    assert found.entry.problem.numerics is Numerics.ANY
+    explanation = explained(tmp_path)
+    assert explanation.level is Level.EXACT
+    assert explanation.entry is not None
+    assert explanation.entry.problem.numerics is Numerics.ANY
 
 
 # --- distance ---------------------------------------------------------------------------------------------------------
@@ -300,34 +304,34 @@ def test_windows_tables_and_packed_sequences_are_as_far_apart_as_the_keys_that_t
 def test_an_entry_of_another_search_space_is_skipped_and_said(tmp_path: Path) -> None:
     params = {name: value for name, value in samples.measured().params.items() if name != "HEAD_SPLIT"}
     old = measured(ASKED, params=params, space_digest="0" * 16, source_digest="0" * 16)
-    found = explained(written(tmp_path, old, measured(NEAR)))
-    assert (found.level, found.entry and found.entry.problem) == (Level.NEAREST, NEAR)
-    assert f"{ASKED} cannot serve, it was tuned in another search space of triton/forward" in found.steps[0]
+    explanation = explained(written(tmp_path, old, measured(NEAR)))
+    assert (explanation.level, explanation.entry and explanation.entry.problem) == (Level.NEAREST, NEAR)
+    assert f"{ASKED} cannot serve, it was tuned in another search space of triton/forward" in explanation.steps[0]
 
 
 def test_what_the_card_has_no_products_for_goes_to_pytorch_with_the_reason(tmp_path: Path) -> None:
-    found = explained(tmp_path, samples.problem(dtype=DType.FLOAT8), A30)
-    assert (found.route, found.level) == ("sdpa", Level.SDPA)
-    assert "float8 products need an NVIDIA GPU of compute capability 8.9 or newer" in found.reason
+    explanation = explained(tmp_path, samples.problem(dtype=DType.FLOAT8), A30)
+    assert (explanation.route, explanation.level) == ("sdpa", Level.SDPA)
+    assert "float8 products need an NVIDIA GPU of compute capability 8.9 or newer" in explanation.reason
 
 
 # --- what cannot serve ------------------------------------------------------------------------------------------------
 
 
 def test_an_entry_that_was_tuned_for_another_template_is_skipped_and_said(tmp_path: Path) -> None:
-    found = explained(written(tmp_path, measured(ASKED, source_digest="0" * 16), measured(NEAR)))
-    assert (found.level, found.entry and found.entry.problem) == (Level.NEAREST, NEAR)
-    (step,) = found.steps
+    explanation = explained(written(tmp_path, measured(ASKED, source_digest="0" * 16), measured(NEAR)))
+    assert (explanation.level, explanation.entry and explanation.entry.problem) == (Level.NEAREST, NEAR)
+    (step,) = explanation.steps
     assert step.startswith(f"exact: {ASKED} cannot serve, it was tuned for another text of triton/forward")
     assert "autoattn tune" in step
 
 
 def test_every_stale_entry_is_said_once(tmp_path: Path) -> None:
-    stale = [measured(one, source_digest="0" * 16) for one in (ASKED, NEAR)]
-    found = explained(written(tmp_path, *stale, predicted(FAR)))
-    assert found.level is Level.DEFAULT
-    assert sum(f"{ASKED} cannot serve" in step for step in found.steps) == 1
-    assert sum(f"{NEAR} cannot serve" in step for step in found.steps) == 1
+    stale = [measured(problem, source_digest="0" * 16) for problem in (ASKED, NEAR)]
+    explanation = explained(written(tmp_path, *stale, predicted(FAR)))
+    assert explanation.level is Level.DEFAULT
+    assert sum(f"{ASKED} cannot serve" in step for step in explanation.steps) == 1
+    assert sum(f"{NEAR} cannot serve" in step for step in explanation.steps) == 1
 
 
 @pytest.mark.usefixtures("no_portfolio")  # beside one, only near entries are asked
@@ -337,22 +341,22 @@ def test_a_neighbour_that_cannot_run_this_problem_is_skipped_and_said(tmp_path: 
     near = samples.problem(batch=1, heads_q=8, seq_q=1024, seq_kv=4096)
     farther = samples.problem(batch=1, heads_q=8, seq_q=2048, seq_kv=4096)
     persistent = measured(near, params={**samples.measured(near).params, "PERSISTENT": 1})
-    found = explained(written(tmp_path, persistent, measured(farther)), short)
-    assert found.entry is not None
-    assert found.entry.problem == farther
-    assert any("persistent programs need more tiles" in step for step in found.steps)
+    explanation = explained(written(tmp_path, persistent, measured(farther)), short)
+    assert explanation.entry is not None
+    assert explanation.entry.problem == farther
+    assert any("persistent programs need more tiles" in step for step in explanation.steps)
 
 
 def test_an_entry_for_another_triton_serves_and_is_said(tmp_path: Path) -> None:
     other = another_release()
-    found = explained(written(tmp_path, measured(ASKED, versions={"triton": other})))
-    assert found.level is Level.EXACT
-    assert found.steps == (f"{ASKED} was tuned with Triton {other}, this is {triton.__version__}",)
+    explanation = explained(written(tmp_path, measured(ASKED, versions={"triton": other})))
+    assert explanation.level is Level.EXACT
+    assert explanation.steps == (f"{ASKED} was tuned with Triton {other}, this is {triton.__version__}",)
 
 
 def another_release() -> str:
     """A version of Triton that is supported and not installed."""
-    return f"{next(one for one in triton_release.SUPPORTED if one != triton_release.installed_release())}.0"
+    return f"{next(release for release in triton_release.SUPPORTED if release != triton_release.installed_release())}.0"
 
 
 def test_an_entry_of_the_installed_triton_goes_before_one_of_another(
@@ -545,8 +549,8 @@ def test_gradients_that_a_sister_measured_count(tmp_path: Path, monkeypatch: pyt
 
 
 def test_predictions_for_another_card_of_that_name_are_taken(tmp_path: Path) -> None:
-    found = explained(written(tmp_path, predicted(ASKED)), device=replace(H200, sm_count=66))
-    assert found.level is Level.PREDICTED
+    explanation = explained(written(tmp_path, predicted(ASKED)), device=replace(H200, sm_count=66))
+    assert explanation.level is Level.PREDICTED
 
 
 def test_entries_of_another_device_are_not_seen(tmp_path: Path) -> None:
@@ -556,7 +560,7 @@ def test_entries_of_another_device_are_not_seen(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_portfolio")
 def test_a_kernel_that_cannot_run_here_makes_way_for_the_seeds_of_all_templates(tmp_path: Path) -> None:
     default = explained(tmp_path)
-    seeds = [seed for one in search_space.of(ASKED.op) for seed in one.seeds_for(ASKED, H200)]
+    seeds = [seed for space in search_space.of(ASKED.op) for seed in space.seeds_for(ASKED, H200)]
     assert list(cache_lookup.variants(default, H200)) == seeds
     assert seeds[0] == default.variant
     assert {seed.template for seed in seeds} == {TEMPLATE, "gluon/forward"}
@@ -580,9 +584,12 @@ def hoppers(**changes: Any) -> CacheEntry:
     tuned = measured(ASKED, template=gluon.template, params=gluon.as_dict())
     runners_up = tuple(
         Candidate(
-            template=one.template, params=one.as_dict(), source_digest=render.render(ASKED, one).digest, time_us=time_us
+            template=variant.template,
+            params=variant.as_dict(),
+            source_digest=render.render(ASKED, variant).digest,
+            time_us=time_us,
         )
-        for one, time_us in ((gluon, 401.0), (plain, 440.0))
+        for variant, time_us in ((gluon, 401.0), (plain, 440.0))
     )
     return replace(tuned, candidates=runners_up, **changes)
 
@@ -596,14 +603,18 @@ def test_without_the_winners_language_the_fastest_of_runners_up_and_rivals_serve
     without_gluon(monkeypatch)
     slow = tuple(rival for rival in entry.rivals if rival.measurement.median_us > 440.0)
     assert len(slow) < len(entry.rivals)
-    found = explained(written(tmp_path / "slow", replace(entry, rivals=slow)))
-    assert (found.level, found.route, found.variant) == (Level.EXACT, "kernel", entry.candidates[1].variant)
-    assert "its kernel cannot run here; a runner-up of triton/forward was the fastest beside it" in found.reason
-    assert "written for Triton 3.6" in found.steps[0]
+    explanation = explained(written(tmp_path / "slow", replace(entry, rivals=slow)))
+    assert (explanation.level, explanation.route, explanation.variant) == (
+        Level.EXACT,
+        "kernel",
+        entry.candidates[1].variant,
+    )
+    assert "its kernel cannot run here; a runner-up of triton/forward was the fastest beside it" in explanation.reason
+    assert "written for Triton 3.6" in explanation.steps[0]
     best = min(entry.rivals, key=lambda rival: rival.measurement.median_us)
-    found = explained(written(tmp_path / "fast", entry))
-    assert (found.level, found.route) == (Level.EXACT, best.name)
-    assert found.variant == search_space.load(TEMPLATE).default(ASKED, H200), "for calls that ask for the LSE"
+    explanation = explained(written(tmp_path / "fast", entry))
+    assert (explanation.level, explanation.route) == (Level.EXACT, best.name)
+    assert explanation.variant == search_space.load(TEMPLATE).default(ASKED, H200), "for calls that ask for the LSE"
 
 
 def test_what_was_measured_beside_a_kernel_of_another_text_does_not_serve(
@@ -611,26 +622,26 @@ def test_what_was_measured_beside_a_kernel_of_another_text_does_not_serve(
 ) -> None:
     entry = hoppers(source_digest="0" * 16)
     without_gluon(monkeypatch)
-    found = explained(written(tmp_path, entry))
-    assert found.level is Level.DEFAULT
+    explanation = explained(written(tmp_path, entry))
+    assert explanation.level is Level.DEFAULT
 
 
 # --- rivals -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("one", "level"), [(ASKED, Level.EXACT), (IN_BUCKET, Level.BUCKET), (NEAR, Level.NEAREST)])
-def test_a_rival_that_was_faster_is_followed(tmp_path: Path, one: Problem, level: Level) -> None:
-    found = explained(written(tmp_path, measured(one, choice="sdpa-cudnn")))
-    assert (found.level, found.route) == (level, "sdpa-cudnn")
-    assert "sdpa-cudnn was the fastest, 1.10x faster than the kernel" in found.reason
+@pytest.mark.parametrize(("problem", "level"), [(ASKED, Level.EXACT), (IN_BUCKET, Level.BUCKET), (NEAR, Level.NEAREST)])
+def test_a_rival_that_was_faster_is_followed(tmp_path: Path, problem: Problem, level: Level) -> None:
+    explanation = explained(written(tmp_path, measured(problem, choice="sdpa-cudnn")))
+    assert (explanation.level, explanation.route) == (level, "sdpa-cudnn")
+    assert "sdpa-cudnn was the fastest, 1.10x faster than the kernel" in explanation.reason
 
 
 def test_a_backend_that_is_followed_is_not_called_the_fastest_where_a_peer_was_faster(tmp_path: Path) -> None:
     entry = measured(ASKED, choice="sdpa-cudnn", absent={})
     quicker = replace(entry.rivals[0], name="fa4", measurement=samples.measurement(ASKED, 0.5 * entry.time_us))
-    found = explained(written(tmp_path, replace(entry, rivals=(*entry.rivals, quicker))))
-    assert found.route == "sdpa-cudnn"
-    assert "sdpa-cudnn was the fastest that a call can run, 1.10x faster than the kernel" in found.reason
+    explanation = explained(written(tmp_path, replace(entry, rivals=(*entry.rivals, quicker))))
+    assert explanation.route == "sdpa-cudnn"
+    assert "sdpa-cudnn was the fastest that a call can run, 1.10x faster than the kernel" in explanation.reason
 
 
 def test_a_faster_peer_does_not_take_the_kernels_place(tmp_path: Path) -> None:
@@ -642,9 +653,9 @@ def test_a_faster_peer_does_not_take_the_kernels_place(tmp_path: Path) -> None:
 def test_a_rival_that_nobody_knows_is_skipped_and_said(tmp_path: Path) -> None:
     (unknown, *others) = samples.measured().rivals
     rivals = (replace(unknown, name="sdpa-of-tomorrow"), *others)
-    found = explained(written(tmp_path, measured(ASKED, choice="sdpa-of-tomorrow", rivals=rivals)))
-    assert found.level is Level.DEFAULT
-    assert found.steps[0].endswith("cannot serve, its choice sdpa-of-tomorrow is none of PyTorch's backends")
+    explanation = explained(written(tmp_path, measured(ASKED, choice="sdpa-of-tomorrow", rivals=rivals)))
+    assert explanation.level is Level.DEFAULT
+    assert explanation.steps[0].endswith("cannot serve, its choice sdpa-of-tomorrow is none of PyTorch's backends")
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
@@ -656,9 +667,9 @@ def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, Path
     return tmp_path / "user", tmp_path / "shipped"
 
 
-def warps(found: explanations.Explanation) -> Any:
-    assert found.variant is not None
-    return found.variant["num_warps"]
+def warps(explanation: explanations.Explanation) -> Any:
+    assert explanation.variant is not None
+    return explanation.variant["num_warps"]
 
 
 def with_warps(number: int, **changes: Any) -> CacheEntry:
@@ -678,8 +689,8 @@ def test_a_stale_entry_of_the_user_does_not_hide_a_shipped_one_that_holds(folder
     user, shipped = folders
     written(shipped, with_warps(8))
     written(user, with_warps(4, source_digest="0" * 16))
-    found = cache_lookup.explain(ASKED, H200)
-    assert (found.level, warps(found)) == (Level.EXACT, 8)
+    explanation = cache_lookup.explain(ASKED, H200)
+    assert (explanation.level, warps(explanation)) == (Level.EXACT, 8)
 
 
 def test_a_shipped_prediction_yields_to_the_users_measurement(folders: tuple[Path, Path]) -> None:
@@ -726,17 +737,17 @@ def test_on_the_cpu_pytorch_answers_and_no_cache_is_read(tmp_path: Path) -> None
     path = store.path_of(tmp_path, H200, Op.FORWARD)
     path.parent.mkdir(parents=True)
     path.write_text("damaged", encoding="utf-8")
-    found = explained(tmp_path, device=None)
-    assert (found.route, found.level) == ("sdpa", Level.SDPA)
-    assert found.reason == "the tensors are on the CPU, where PyTorch's own attention runs"
-    assert found.problem == ASKED
+    explanation = explained(tmp_path, device=None)
+    assert (explanation.route, explanation.level) == ("sdpa", Level.SDPA)
+    assert explanation.reason == "the tensors are on the CPU, where PyTorch's own attention runs"
+    assert explanation.problem == ASKED
 
 
 def test_on_a_card_older_than_ampere_pytorch_answers(tmp_path: Path) -> None:
     turing = replace(A30, name="t4", full_name="Tesla T4", arch=75)
-    found = explained(tmp_path, device=turing)
-    assert (found.route, found.level) == ("sdpa", Level.SDPA)
-    assert found.reason == "Tesla T4 is sm_75, and the kernels need sm_80 or newer"
+    explanation = explained(tmp_path, device=turing)
+    assert (explanation.route, explanation.level) == ("sdpa", Level.SDPA)
+    assert explanation.reason == "Tesla T4 is sm_75, and the kernels need sm_80 or newer"
 
 
 def test_an_explanation_reads_as_one_line(tmp_path: Path) -> None:
@@ -764,16 +775,16 @@ def test_the_level_of_a_class_is_that_of_each_problem(tmp_path: Path) -> None:
 def test_a_kernel_of_a_class_that_cannot_run_at_a_problems_sizes_gives_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = samples.problem(seq_q=64, seq_kv=64, batch=1)
+    short = samples.problem(seq_q=64, seq_kv=64, batch=1)
     space = search_space.load("gluon/forward")
-    alone = explained(tmp_path, one)
-    larger = one.resized(16, 4096, 4096)
+    alone = explained(tmp_path, short)
+    larger = short.resized(16, 4096, 4096)
     monkeypatch.setattr(cache_lookup.size_class, "representative", lambda problem: larger)
-    cache_lookup.tuned_entries.of(one, H200, cache_lookup.inventory.folders(tmp_path)).answers.clear()
+    cache_lookup.tuned_entries.of(short, H200, cache_lookup.inventory.folders(tmp_path)).answers.clear()
     chosen = explained(tmp_path, larger).variant
     assert chosen is not None
-    assert space.why_infeasible(chosen, one, H200) is not None
-    explanation = explained(tmp_path, one)
+    assert space.why_infeasible(chosen, short, H200) is not None
+    explanation = explained(tmp_path, short)
     assert (explanation.variant, explanation.chosen_for) == (alone.variant, None)
 
 

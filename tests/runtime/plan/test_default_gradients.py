@@ -42,8 +42,8 @@ def test_gradients_that_nobody_tuned_are_a_defaults(card: dict[str, Any], dynami
         attend = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     output = attend(*tensors, causal=True)
     push = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).half()
-    found = torch.autograd.grad(output, tensors, push)
-    for ours, theirs in zip((output, *found), by_pytorch(tensors, push), strict=True):
+    gradients = torch.autograd.grad(output, tensors, push)
+    for ours, theirs in zip((output, *gradients), by_pytorch(tensors, push), strict=True):
         torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
     assert (card["forward"], card["backward"]) == (1, 1)
     assert autoattn.explain(*tensors, causal=True).levels == "forward: default, backward: default"
@@ -69,17 +69,17 @@ def test_plain_calls_that_nobody_tuned_are_pytorchs_where_its_gradients_are_beli
     tensors = square()
     attend(*tensors, causal=True).float().square().sum().backward()
     assert all(tensor.grad is not None for tensor in tensors)
-    found = autoattn.explain(*tensors, causal=True)
+    explanation = autoattn.explain(*tensors, causal=True)
     if device is samples.H200:
         assert (card["forward"], card["backward"]) == (1, 1)
-        assert found.gradients is not None
-        assert found.gradients.variant is not None
-        assert found.gradients.variant.template == "gluon/backward"
+        assert explanation.gradients is not None
+        assert explanation.gradients.variant is not None
+        assert explanation.gradients.variant.template == "gluon/backward"
         return
     assert (card["forward"], card["backward"], card["loaded"]) == (0, 0, []), "nothing is compiled in vain"
-    assert found.level is Level.SDPA
-    assert found.reason.startswith("an input needs a gradient, nobody tuned gradients near to these")
-    assert found.steps[-1].startswith("pytorch_believed_faster: nobody measured triton/backward without")
+    assert explanation.level is Level.SDPA
+    assert explanation.reason.startswith("an input needs a gradient, nobody tuned gradients near to these")
+    assert explanation.steps[-1].startswith("pytorch_believed_faster: nobody measured triton/backward without")
 
 
 def test_a_graph_on_a_card_with_other_tuned_gradients_has_pytorchs_attention_too(
@@ -129,11 +129,11 @@ def test_a_kernel_that_the_compiler_refuses_makes_way_for_the_next(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of gradients as of outputs; the walk goes through all templates."""
-    tensors, load, asked = square(), planner.load_once, []
+    tensors, load, variants = square(), planner.load_once, []
 
     def refusing(source: Source, index: int) -> Any:
         if source.name == "backward":
-            asked.append(source.variant)
+            variants.append(source.variant)
             if source.variant.template == "gluon/backward":
                 raise CompileError("too many registers")
         return load(source, index)
@@ -142,11 +142,11 @@ def test_a_kernel_that_the_compiler_refuses_makes_way_for_the_next(
     monkeypatch.setattr(planner, "load_once", refusing)
     autoattn.attention(*tensors, causal=True).float().sum().backward()
     assert (card["forward"], card["backward"]) == (1, 1)
-    assert [variant.template for variant in asked[-2:]] == ["gluon/backward", "triton/backward"]
-    found = autoattn.explain(*tensors, causal=True)
-    assert found.gradients is not None
-    assert found.gradients.variant == asked[-1]
-    assert "gluon/backward: too many registers" in found.gradients.steps
+    assert [variant.template for variant in variants[-2:]] == ["gluon/backward", "triton/backward"]
+    explanation = autoattn.explain(*tensors, causal=True)
+    assert explanation.gradients is not None
+    assert explanation.gradients.variant == variants[-1]
+    assert "gluon/backward: too many registers" in explanation.gradients.steps
 
 
 def test_where_the_compiler_refuses_all_pytorch_differentiates_and_says_why(
@@ -161,17 +161,17 @@ def test_where_the_compiler_refuses_all_pytorch_differentiates_and_says_why(
 
     refusing.cache_clear = load.cache_clear  # type: ignore[attr-defined]
     monkeypatch.setattr(planner, "load_once", refusing)
-    found = autoattn.explain(*square(), causal=True)
-    assert (found.route, found.reason) == ("sdpa", "an input needs a gradient, and too many registers")
+    explanation = autoattn.explain(*square(), causal=True)
+    assert (explanation.route, explanation.reason) == ("sdpa", "an input needs a gradient, and too many registers")
 
 
 def test_a_rival_that_cannot_say_the_call_makes_way_for_the_kernel(card: dict[str, Any]) -> None:
     tensors = inputs()
     tune(card, tensors, causal=True, choice="sdpa-cudnn")
-    found = autoattn.explain(*tensors, causal=True, return_lse=True)
-    assert found.levels == "forward: default, backward: exact"
-    assert found.gradients is not None
-    assert found.gradients.reason.endswith("faster than the kernel; but it gives no LSE, so the kernel runs")
+    explanation = autoattn.explain(*tensors, causal=True, return_lse=True)
+    assert explanation.levels == "forward: default, backward: exact"
+    assert explanation.gradients is not None
+    assert explanation.gradients.reason.endswith("faster than the kernel; but it gives no LSE, so the kernel runs")
 
 
 def test_a_mask_of_all_pairs_is_written_out_only_where_that_was_measured(card: dict[str, Any]) -> None:
@@ -179,10 +179,10 @@ def test_a_mask_of_all_pairs_is_written_out_only_where_that_was_measured(card: d
     tune(card, tensors, window=(3, 0), choice="sdpa-cudnn")
     assert autoattn.explain(*tensors, window=(3, 0)).reason.endswith("sdpa-cudnn was the fastest for the gradients")
     longer = [torch.cat([tensor.detach()] * 2, dim=2).requires_grad_() for tensor in tensors]
-    found = autoattn.explain(*longer, window=(3, 0))
-    assert found.route == "kernel"
-    assert found.gradients is not None
-    assert "but it takes a mask of all pairs, which was not measured at these sizes" in found.gradients.reason
+    explanation = autoattn.explain(*longer, window=(3, 0))
+    assert explanation.route == "kernel"
+    assert explanation.gradients is not None
+    assert "but it takes a mask of all pairs, which was not measured at these sizes" in explanation.gradients.reason
 
 
 def test_gradients_of_tf32x3_products_are_formed_of_exact_ones(card: dict[str, Any]) -> None:
@@ -210,10 +210,10 @@ def test_who_is_believed_faster(
         monkeypatch.setattr(triton_release, "installed_release", lambda: "9.9")
     named = device_profiles.named(device)
     problem = samples.problem(head_dim=head_dim, head_dim_v=head_dim, mask=Mask(), op=Op.BACKWARD)
-    told = decision.explain(problem, named, tmp_path, training=True)
-    assert (told.route == "sdpa") is by_pytorch, str(told)
+    explanation = decision.explain(problem, named, tmp_path, training=True)
+    assert (explanation.route == "sdpa") is by_pytorch, str(explanation)
     if by_pytorch:
-        assert told.steps[-1].startswith("pytorch_believed_faster: ")
+        assert explanation.steps[-1].startswith("pytorch_believed_faster: ")
     if head_dim % 8 == 0:
         assert default_gradients.are_pytorchs(named) is by_pytorch
 

@@ -86,10 +86,10 @@ def backward(kind: str, number: tuple[DType, Precision], dims: tuple[int, int]) 
     dtype, precision = number
     facts |= {"dtype": dtype, "precision": precision, "head_dim": dims[0], "head_dim_v": dims[1], **KINDS[kind]}
     problem = Problem(**facts)  # type: ignore[arg-type]
-    return asked(problem)
+    return with_exact_products(problem)
 
 
-def asked(problem: Problem) -> Problem:
+def with_exact_products(problem: Problem) -> Problem:
     """The gradients as a call asks for them: those of tf32x3 products are formed of exact ones."""
     precise = problem.precision is Precision.TF32X3
     return replace(problem, precision=Precision.IEEE) if precise else problem
@@ -114,20 +114,20 @@ def part_of_matrix() -> Iterator[Case]:
 def check(problem: Problem, card: Device, folder: Path, *, lse: bool) -> Explanation:
     """That a training call has kernels in both passes, or PyTorch's fused ones by the estimate that names itself."""
     output = replace(problem, op=Op.FORWARD, deterministic=False)
-    told = decision.explain(problem, card, folder, lse=lse, training=True)
+    explanation = decision.explain(problem, card, folder, lse=lse, training=True)
     assert decision.of_output(output, card, folder, lse=True).route == KERNEL
-    if told.route == KERNEL:
-        assert told.levels == "forward: default, backward: default"
-        return told
-    assert told.steps[-1].startswith(f"{default_gradients.RULE}: "), (problem, told)
-    assert (told.route, told.level) == ("sdpa", Level.SDPA)
-    assert "believed faster" in told.reason
+    if explanation.route == KERNEL:
+        assert explanation.levels == "forward: default, backward: default"
+        return explanation
+    assert explanation.steps[-1].startswith(f"{default_gradients.RULE}: "), (problem, explanation)
+    assert (explanation.route, explanation.level) == ("sdpa", Level.SDPA)
+    assert "believed faster" in explanation.reason
     modifiers = problem.modifiers
     assert not any((lse, problem.deterministic, modifiers.names, problem.packed)), problem
     assert (problem.dtype is DType.FLOAT32, problem.head_dim_v) == (False, problem.head_dim), problem
     square = problem.mask.causal and problem.seq_q == problem.seq_kv
     assert square or problem.mask == Mask(), problem
-    return told
+    return explanation
 
 
 def test_a_call_with_a_forward_kernel_has_a_backward_one_with_nothing_tuned(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_whatever_a_kernel_computes_it_differentiates(
     empty_folder: Path, name: str, problem: Problem, lse: bool
 ) -> None:
     if problem.dtype is not DType.FLOAT8:  # of which there are no gradients
-        check(asked(replace(problem, op=Op.BACKWARD)), CARDS[name], empty_folder, lse=lse)
+        check(with_exact_products(replace(problem, op=Op.BACKWARD)), CARDS[name], empty_folder, lse=lse)
 
 
 def source_of(problem: Problem, card: Device, folder: Path) -> Source:

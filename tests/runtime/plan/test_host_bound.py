@@ -37,25 +37,28 @@ SHORT = {"heads_kv": 32, "seq_q": 64, "seq_kv": 64, "head_dim": 64}
 FACTORS = {"sdpa": 0.9, "sdpa-flash": 1.4, "sdpa-efficient": 2.0}  # of the kernel's time
 
 
-def found(
-    one: Problem, time_us: float, measured: Problem | None = None, factors: dict[str, float] = FACTORS
+def timed_pass(
+    problem: Problem, time_us: float, measured: Problem | None = None, factors: dict[str, float] = FACTORS
 ) -> Explanation:
     """A pass whose kernel took so long for a problem."""
     return replace(
-        explanations.of_sdpa("", one), entry=samples.beside(samples.measured(measured or one, time_us=time_us), factors)
+        explanations.of_sdpa("", problem),
+        entry=samples.beside(samples.measured(measured or problem, time_us=time_us), factors),
     )
 
 
 def passes(
-    one: Problem, forward: float, backward: float, factors: dict[str, float] = FACTORS
+    problem: Problem, forward: float, backward: float, factors: dict[str, float] = FACTORS
 ) -> tuple[Explanation, Explanation]:
-    return found(one, forward, factors=factors), found(gradient_problem.backward_of(one), backward, factors=factors)
+    return timed_pass(problem, forward, factors=factors), timed_pass(
+        gradient_problem.backward_of(problem), backward, factors=factors
+    )
 
 
 def route(*passes: Explanation) -> str | None:
     """Who answers in place of the kernels."""
-    told = host_bound.answer(*passes)
-    return None if told is None else told.route
+    explanation = host_bound.answer(*passes)
+    return None if explanation is None else explanation.route
 
 
 @pytest.mark.parametrize(
@@ -78,14 +81,14 @@ def route(*passes: Explanation) -> str | None:
 def test_who_needs_least_of_the_cpu_and_the_gpu_answers(
     kernel_us: float, factors: dict[str, float], route_of_both: str | None
 ) -> None:
-    one = samples.problem(**SHORT)
-    assert route(*passes(one, kernel_us / 3, kernel_us * 2 / 3, factors)) == route_of_both
+    problem = samples.problem(**SHORT)
+    assert route(*passes(problem, kernel_us / 3, kernel_us * 2 / 3, factors)) == route_of_both
 
 
 def test_the_reason_says_both_times() -> None:
-    told = host_bound.answer(*passes(samples.problem(**SHORT), 20.0, 40.0))
-    assert told is not None
-    assert told.reason == (
+    explanation = host_bound.answer(*passes(samples.problem(**SHORT), 20.0, 40.0))
+    assert explanation is not None
+    assert explanation.reason == (
         "both passes of kernels take the GPU about 60 us and the CPU 175, so that a step waits for the CPU, which "
         "PyTorch's FlashAttention-2 needs for 118"
     )
@@ -97,15 +100,15 @@ def test_what_pytorch_does_more_for_than_call_a_backend_goes_to_pytorch_itself(c
 
 
 def test_a_neighbours_times_count_as_its_pairs_do() -> None:
-    one = samples.problem(**SHORT)
+    problem = samples.problem(**SHORT)
     far = samples.problem(**SHORT | {"seq_q": 640, "seq_kv": 640})
     several = (
-        found(one, 2000.0, far),
-        found(gradient_problem.backward_of(one), 4000.0, gradient_problem.backward_of(far)),
+        timed_pass(problem, 2000.0, far),
+        timed_pass(gradient_problem.backward_of(problem), 4000.0, gradient_problem.backward_of(far)),
     )
-    told = host_bound.answer(*several)
-    assert told is not None
-    assert "the GPU about 6" in told.reason  # a hundredth of the pairs, and the diagonal's
+    explanation = host_bound.answer(*several)
+    assert explanation is not None
+    assert "the GPU about 6" in explanation.reason  # a hundredth of the pairs, and the diagonal's
 
 
 @pytest.mark.parametrize(
@@ -122,8 +125,8 @@ def test_calls_that_pytorch_does_not_say_in_full_take_kernels(changes: dict[str,
 
 
 def test_what_was_not_measured_beside_pytorch_takes_kernels() -> None:
-    one = samples.problem(**SHORT)
-    forward, backward = passes(one, 20.0, 40.0)
+    problem = samples.problem(**SHORT)
+    forward, backward = passes(problem, 20.0, 40.0)
     alone = replace(backward, entry=replace(backward.entry, rivals=()))  # type: ignore[type-var]
     assert route(forward, alone) is None
     assert route(replace(forward, entry=None), backward) is None
@@ -144,25 +147,25 @@ def enter(
 ) -> None:
     """Entries for both passes of a causal call."""
     with torch.no_grad():
-        one = autoattn.explain(*tensors, causal=True, **given).problem
-    assert one is not None
-    asked = gradient_problem.backward_of(one)
+        forward = autoattn.explain(*tensors, causal=True, **given).problem
+    assert forward is not None
+    backward = gradient_problem.backward_of(forward)
     for each, variant in (
-        (one, search_space.load("triton/forward").default(one, samples.H200)),
-        (asked, gradient_kernels.variant()),
+        (forward, search_space.load("triton/forward").default(forward, samples.H200)),
+        (backward, gradient_kernels.variant()),
     ):
         entry = samples.beside(samples.tuned(each, variant, time_us=time_us), factors)
         store.merge(card["cache"], samples.H200, each.op, [entry])
     functional.forget()
 
 
-def assert_right(found: tuple[Tensor, ...], tensors: list[Tensor], layout: str = "bhsd") -> None:
+def assert_right(answers: tuple[Tensor, ...], tensors: list[Tensor], layout: str = "bhsd") -> None:
     leaves = [tensor.detach().float().requires_grad_() for tensor in tensors]
     swapped = [leaf.transpose(1, 2) if layout == "bshd" else leaf for leaf in leaves]
     output = torch.nn.functional.scaled_dot_product_attention(*swapped, is_causal=True)
     output = output.transpose(1, 2) if layout == "bshd" else output
     expected = output, *torch.autograd.grad(output.square().sum(), leaves)
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(answers, expected, strict=True):
         torch.testing.assert_close(ours.float(), theirs.detach(), rtol=2e-2, atol=2e-2)
 
 
@@ -174,10 +177,10 @@ def stepped(function: Callable[..., Any], tensors: list[Tensor], **given: Any) -
 def on_the_cpu(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, learns: bool, scale: float) -> Tensor:
     """The operator of PyTorch's FlashAttention on the CPU."""
     assert learns
-    found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    output_and_lse: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, scale=scale
     )
-    return found[0]
+    return output_and_lse[0]
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
@@ -194,9 +197,9 @@ def test_a_short_training_call_is_pytorchs(
     for _ in range(4):
         assert_right(stepped(attend, tensors, layout=layout), tensors, layout)
     assert (card["forward"], card["backward"]) == (0, 0)
-    told = autoattn.explain(*tensors, causal=True, layout=layout)
-    assert told.route == backend
-    assert told.reason.startswith("both passes of kernels take the GPU about 40 us")
+    explanation = autoattn.explain(*tensors, causal=True, layout=layout)
+    assert explanation.route == backend
+    assert explanation.reason.startswith("both passes of kernels take the GPU about 40 us")
     if attend is autoattn.attention:
         assert len(called) == (3 if backend == "sdpa-flash" else 0), "from the second call on it is the operator alone"
 
@@ -234,8 +237,8 @@ def test_torch_func_differentiates_a_short_call(
     for _ in range(3):
         stepped(autoattn.attention, tensors)
         ours = torch.func.grad(loss(autoattn.attention), (0, 1, 2))(*given)
-        for one, expected in zip(ours, torch.func.grad(loss(theirs), (0, 1, 2))(*given), strict=True):
-            torch.testing.assert_close(one, expected, rtol=1e-2, atol=1e-2)
+        for gradient, expected in zip(ours, torch.func.grad(loss(theirs), (0, 1, 2))(*given), strict=True):
+            torch.testing.assert_close(gradient, expected, rtol=1e-2, atol=1e-2)
 
 
 def test_where_a_backend_does_not_take_the_tensors_pytorch_chooses(

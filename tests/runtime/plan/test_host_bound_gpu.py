@@ -32,8 +32,8 @@ ROUTES = ("sdpa", "sdpa-flash", "sdpa-efficient")
 @pytest.fixture(params=ROUTES)
 def route(request: pytest.FixtureRequest) -> str:
     """Who answers in place of the kernels."""
-    found: str = request.param
-    return found
+    backend: str = request.param
+    return backend
 
 
 @pytest.fixture
@@ -42,18 +42,18 @@ def three(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, route: str) -> Iterat
     monkeypatch.setenv("AUTOATTN_CACHE", str(tmp_path))
     functional.forget()
     torch._dynamo.reset()
-    found, device = [normal(4, 12, 256, 64).requires_grad_() for _ in range(3)], nvidia.present()
+    tensors, device = [normal(4, 12, 256, 64).requires_grad_() for _ in range(3)], nvidia.present()
     assert device is not None
     with torch.no_grad():
-        one = autoattn.explain(*found, causal=True).problem
-    assert one is not None
-    for each, family in ((one, "triton/forward"), (gradient_problem.backward_of(one), "triton/backward")):
+        problem = autoattn.explain(*tensors, causal=True).problem
+    assert problem is not None
+    for each, family in ((problem, "triton/forward"), (gradient_problem.backward_of(problem), "triton/backward")):
         variant = search_space.load(family).default(each, device)
         entry = samples.beside(samples.tuned(each, variant, time_us=20.0), {"sdpa": 0.9, route: 1.2})
         store.merge(tmp_path, device, each.op, [entry])
     functional.forget()
     with torch_private.without_autograd_cache():  # it would give the graph of the route before
-        yield found
+        yield tensors
     functional.forget()
 
 
@@ -79,13 +79,13 @@ def test_a_short_step_runs_what_pytorch_runs(
     launched.clear()
     for ours, theirs in zip(step(attend, three), expected(three, route), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
-    assert not [one for one in launched if one.get()["name"].startswith(("forward", "backward"))]
+    assert not [launch for launch in launched if launch.get()["name"].startswith(("forward", "backward"))]
     assert autoattn.explain(*three, causal=True).route == route
     if route != pytorch_sdpa.SDPA:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as told:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             step(attend, three)
         name = f"aten::_scaled_dot_product_{route.removeprefix('sdpa-')}_attention"
-        assert name in {event.key for event in told.key_averages()}
+        assert name in {event.key for event in profile.key_averages()}
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -93,9 +93,9 @@ def test_a_short_step_runs_what_pytorch_runs(
 def test_a_backends_operator_gives_what_the_backend_gives(backend: str, causal: bool) -> None:
     """The forward pass to the bit; backward passes add up in any order."""
     tensors = [normal(4, 256, 12, 64).transpose(1, 2).requires_grad_() for _ in range(3)]
-    one = autoattn.explain(*tensors, causal=causal).problem
-    assert one is not None
-    bound = pytorch_sdpa.bind(one, 0.2, backend)
+    problem = autoattn.explain(*tensors, causal=causal).problem
+    assert problem is not None
+    bound = pytorch_sdpa.bind(problem, 0.2, backend)
     assert bound is not None
 
     def named(*given: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def test_a_backends_operator_gives_what_the_backend_gives(backend: str, causal: 
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, expected_grad, rtol=1e-2, atol=1e-2)
     with torch.no_grad():
-        alone = pytorch_sdpa.bind(one, 0.2, backend, learns=False)
+        alone = pytorch_sdpa.bind(problem, 0.2, backend, learns=False)
         assert alone is not None
         assert torch.equal(alone(*tensors), expected_output)
 
@@ -121,16 +121,16 @@ def test_torch_func_differentiates_a_short_call(three: list[Tensor]) -> None:
     step(autoattn.attention, three)
     given = [tensor.detach() for tensor in three]
     ours = torch.func.grad(lambda *three: autoattn.attention(*three, causal=True).sum(), (0, 1, 2))(*given)
-    for one, theirs in zip(ours, expected(three)[1:], strict=True):
-        torch.testing.assert_close(one, theirs, rtol=1e-2, atol=1e-2)
+    for gradient, theirs in zip(ours, expected(three)[1:], strict=True):
+        torch.testing.assert_close(gradient, theirs, rtol=1e-2, atol=1e-2)
 
 
 def test_checkpoints_of_a_short_call_give_the_same_gradients(three: list[Tensor], route: str) -> None:
     for _ in range(3):
         output = checkpoint(lambda *three: autoattn.attention(*three, causal=True), *three, use_reentrant=False)
-        found = torch.autograd.grad(output, three, torch.ones_like(output))
-        for one, theirs in zip(found, expected(three, route)[1:], strict=True):
-            torch.testing.assert_close(one, theirs, rtol=1e-2, atol=1e-2)
+        gradients = torch.autograd.grad(output, three, torch.ones_like(output))
+        for ours, theirs in zip(gradients, expected(three, route)[1:], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
 
 
 def test_an_operator_alone_sees_what_autocast_asks_for(three: list[Tensor]) -> None:
@@ -150,11 +150,11 @@ def test_a_cuda_graph_holds_kernels(three: list[Tensor], launched: list[Any], pr
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     launched.clear()
     with torch.cuda.graph(graph, stream=side):
-        found = step(autoattn.attention, three)
+        answers = step(autoattn.attention, three)
     assert len(launched) >= 3
     graph.replay()
     torch.cuda.synchronize()
-    for ours, theirs in zip(found, expected(three), strict=True):
+    for ours, theirs in zip(answers, expected(three), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
 
 
@@ -162,7 +162,7 @@ def test_reduce_overhead_holds_kernels(three: list[Tensor], launched: list[Any])
     attend = torch.compile(autoattn.attention, fullgraph=True, mode="reduce-overhead")
     for _ in range(4):
         torch.compiler.cudagraph_mark_step_begin()
-        found = [one.clone() for one in step(attend, three)]
+        answers = [tensor.clone() for tensor in step(attend, three)]
     assert len(launched) >= 3
-    for ours, theirs in zip(found, expected(three), strict=True):
+    for ours, theirs in zip(answers, expected(three), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)

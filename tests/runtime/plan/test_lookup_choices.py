@@ -32,8 +32,8 @@ def why_not(entry: CacheEntry, problem: Problem) -> str | None:
     if id(entry) not in HELD_BACK:
         HELD_BACK[id(entry)] = store.why_held_back(entry)
     space = search_space.load(entry.template)
-    asked = replace(problem, deterministic=entry.problem.deterministic or problem.deterministic)
-    return HELD_BACK[id(entry)] or space.why_infeasible(entry.variant, asked, H200)
+    as_tuned = replace(problem, deterministic=entry.problem.deterministic or problem.deterministic)
+    return HELD_BACK[id(entry)] or space.why_infeasible(entry.variant, as_tuned, H200)
 
 
 def is_close(problem: Problem, tuned: Problem, octaves: float) -> bool:
@@ -41,7 +41,7 @@ def is_close(problem: Problem, tuned: Problem, octaves: float) -> bool:
     if tuned.numerics not in (Numerics.ANY, problem.numerics):
         return False
     if problem.cache is not None:
-        full = min(one.batch * one.heads_kv for one in (problem, tuned)) >= H200.sm_count
+        full = min(decoding.batch * decoding.heads_kv for decoding in (problem, tuned)) >= H200.sm_count
         return octaves <= (FARTHEST if full else NEAR_CACHE)
     if portfolio.was_measured_for(problem, H200) and tuned_entries.work_between(tuned, problem, H200) > NEAR:
         return False
@@ -82,8 +82,8 @@ def test_a_class_gets_what_the_rules_say_one_by_one(kind: Problem, seed: int, re
     # The class's own, unless that cannot run at these sizes.
     decides = problem if explanation.chosen_for is None else smallest
     route, entry, variant = chosen_one_by_one(decides)
-    found = (explanation.route, explanation.entry and explanation.entry.problem, explanation.variant)
-    assert found == (route, entry and entry.problem, variant)
+    choice = (explanation.route, explanation.entry and explanation.entry.problem, explanation.variant)
+    assert choice == (route, entry and entry.problem, variant)
 
 
 def test_nothing_of_the_shipped_cache_needs_another_rule() -> None:

@@ -87,7 +87,7 @@ def test_a_kernel_of_another_text_does_not_serve(folder: Path) -> None:
 def test_the_text_of_a_shipped_kernel_counts_where_autoattn_is_installed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*asked: object) -> None:
+    def fail(*arguments: object) -> None:
         raise AssertionError("a template was rendered")
 
     write(resources.shipped_cache(), precompiled_kernel(PROBLEM, VARIANT))
@@ -126,7 +126,7 @@ def test_a_file_that_cannot_be_used_is_said_and_the_next_folder_asked(
 def test_code_that_the_driver_refuses_is_said(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(*asked: object) -> Kernel:
+    def refuse(*arguments: object) -> Kernel:
         raise CompileError("the driver must load the machine code of forward, got CUDA_ERROR_NO_BINARY_FOR_GPU")
 
     monkeypatch.setattr(loading, "load", refuse)
@@ -156,7 +156,7 @@ def test_explain_says_precompiled(folder: Path) -> None:
 def card(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Source]]:
     """An H200, and what is compiled for it."""
     compiled: list[Source] = []
-    found = machine_code.find
+    real_find = machine_code.find
 
     def load(source: Source, device: torch.device) -> Kernel:
         compiled.append(source)
@@ -168,7 +168,7 @@ def card(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Source]
         )  # fmt: skip
 
     with fake_device.plan_on(monkeypatch, samples.H200, load):
-        monkeypatch.setattr(machine_code, "find", found)
+        monkeypatch.setattr(machine_code, "find", real_find)
         monkeypatch.setattr(loading, "load", load_precompiled)
         yield compiled
 

@@ -112,16 +112,20 @@ def test_a_default_that_does_not_fit_makes_way_for_the_next_seed(
     monkeypatch.setattr(planner.compiler, "load", picky)
     tensors = inputs(seq_q=300, seq_kv=300, dtype=torch.float16)
     close(autoattn.attention(*tensors), expected(tensors, False))
-    found = autoattn.explain(*tensors)
-    assert found.problem is not None
-    seeds = [seed for one in search_space.of(found.problem.op) for seed in one.seeds_for(found.problem, samples.H200)]
+    explanation = autoattn.explain(*tensors)
+    assert explanation.problem is not None
+    seeds = [
+        seed
+        for space in search_space.of(explanation.problem.op)
+        for seed in space.seeds_for(explanation.problem, samples.H200)
+    ]
     ran = seeds[len(refused)]
-    assert (found.route, found.level, found.variant) == ("kernel", Level.DEFAULT, ran)
+    assert (explanation.route, explanation.level, explanation.variant) == ("kernel", Level.DEFAULT, ran)
     assert refused == seeds[: len(refused)]
     assert {variant.template for variant in refused} == {"gluon/forward"}
     assert ran.template == "triton/forward"
-    assert ran.template in found.reason
-    assert [step for step in found.steps if "this variant does not fit" in step] == [
+    assert ran.template in explanation.reason
+    assert [step for step in explanation.steps if "this variant does not fit" in step] == [
         "gluon/forward: this variant does not fit" for _ in refused
     ]
 
@@ -140,16 +144,16 @@ def test_nothing_is_compiled_while_a_graph_is_captured(card: dict[str, Any]) -> 
 
 
 def test_forgetting_reads_the_cache_anew(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    lookups = []
     explain = cache_lookup.explain
-    monkeypatch.setattr(cache_lookup, "explain", lambda *facts: asked.append(facts) or explain(*facts))
+    monkeypatch.setattr(cache_lookup, "explain", lambda *facts: lookups.append(facts) or explain(*facts))
     tensors = inputs(dtype=torch.float16)
     for _ in range(2):
         autoattn.attention(*tensors)
-    assert len(asked) == 1
+    assert len(lookups) == 1
     functional.forget()
     autoattn.attention(*tensors)
-    assert len(asked) == 2
+    assert len(lookups) == 2
 
 
 def test_a_backend_that_refuses_the_tensors_gives_way_and_is_not_asked_again(
@@ -158,11 +162,11 @@ def test_a_backend_that_refuses_the_tensors_gives_way_and_is_not_asked_again(
     calls = []
     sdpa = pytorch_sdpa.sdpa
 
-    def refusing(one: Problem, operands: Operands, *, backend: str = "sdpa") -> Tensor:
+    def refusing(problem: Problem, operands: Operands, *, backend: str = "sdpa") -> Tensor:
         calls.append(backend)
         if backend == "sdpa-cudnn":
             raise RuntimeError("No available kernel. Aborting execution.")
-        return sdpa(one, operands, backend=backend)
+        return sdpa(problem, operands, backend=backend)
 
     chosen = explanations.Explanation(
         problem=None, route="sdpa-cudnn", level=Level.EXACT, reasons=Reasons("it was the fastest")
@@ -195,9 +199,9 @@ def test_float32_follows_pytorchs_own_setting(card: dict[str, Any]) -> None:
     try:
         for setting, precision in (("highest", "ieee"), ("high", "tf32"), ("medium", "tf32")):
             torch.set_float32_matmul_precision(setting)
-            found = autoattn.explain(*inputs())
-            assert found.problem is not None
-            assert found.problem.precision.value == precision
+            explanation = autoattn.explain(*inputs())
+            assert explanation.problem is not None
+            assert explanation.problem.precision.value == precision
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -247,18 +251,18 @@ def test_a_rival_that_was_faster_makes_way_where_the_lse_is_wanted(
         problem=None, route="sdpa-cudnn", level=Level.EXACT, reasons=Reasons("it was the fastest"), variant=variant
     )
     monkeypatch.setattr(cache_lookup, "explain", lambda problem, device, folder: chosen)
-    found = autoattn.explain(*inputs(dtype=torch.float16), return_lse=True)
-    assert (found.route, found.variant) == ("kernel", variant)
-    assert found.reason == "it was the fastest; but it gives no LSE, so the kernel runs"
+    explanation = autoattn.explain(*inputs(dtype=torch.float16), return_lse=True)
+    assert (explanation.route, explanation.variant) == ("kernel", variant)
+    assert explanation.reason == "it was the fastest; but it gives no LSE, so the kernel runs"
     assert autoattn.explain(*inputs(dtype=torch.float16)).route == "sdpa-cudnn"
 
 
 def test_an_old_card_has_no_float8(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     fake_device.set_device(monkeypatch, samples.A30)
     tensors = tuple(tensor.to(torch.float8_e4m3fn) for tensor in inputs())
-    found = autoattn.explain(*tensors)
-    assert (found.route, card["forward"]) == ("eager", 0)
-    assert "float8 kernels need sm_89 or newer" in found.reason
+    explanation = autoattn.explain(*tensors)
+    assert (explanation.route, card["forward"]) == ("eager", 0)
+    assert "float8 kernels need sm_89 or newer" in explanation.reason
 
 
 def test_a_card_that_is_too_old_for_kernels_takes_the_plain_formula_where_pytorch_has_none(

@@ -87,12 +87,12 @@ def test_a_new_class_renders_nothing_hashes_nothing_and_says_nothing(
     numerics = {"params": {**samples.measured().params, "softmax": "first_max"}} if level is Level.DEFAULT else {}
     tuned = [measured(replace(ASKED, seq_kv=length), rivals=(), candidates=(), **numerics) for length in lengths]
     folder = written(tmp_path, *tuned)
-    asked = replace(ASKED, batch=batch, numerics=Numerics.ONLINE if numerics else Numerics.ANY)
+    problem = replace(ASKED, batch=batch, numerics=Numerics.ONLINE if numerics else Numerics.ANY)
     for length in (2000, 5000, 9000):  # an entry's text is compared when the entry is first about to serve
-        cache_lookup.explain(replace(asked, seq_kv=length), H200, folder)
+        cache_lookup.explain(replace(problem, seq_kv=length), H200, folder)
     forbidden()
     classes = {size_class.rounded(length) for length in range(512, 16384)}
-    explanations = [cache_lookup.explain(replace(asked, seq_kv=length), H200, folder) for length in sorted(classes)]
+    explanations = [cache_lookup.explain(replace(problem, seq_kv=length), H200, folder) for length in sorted(classes)]
     assert len(explanations) == 32
     if level is Level.DEFAULT:
         assert {explanation.level for explanation in explanations} == {Level.DEFAULT}
@@ -164,18 +164,18 @@ def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_why_an_entry_is_held_back_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entries = tuned_entries.of(ASKED, H200, (written(tmp_path, measured(ASKED)),))
     entry = entries.measured[ASKED.key][0].entry
-    asked: list[CacheEntry] = []
-    monkeypatch.setattr(store, "why_held_back", lambda each: asked.append(each) or "no reason")
+    checked_entries: list[CacheEntry] = []
+    monkeypatch.setattr(store, "why_held_back", lambda each: checked_entries.append(each) or "no reason")
     assert [entries.why_held_back(entry) for _ in range(3)] == ["no reason"] * 3
-    assert asked == [entry]
+    assert checked_entries == [entry]
     stranger = replace(entry)
     assert [entries.why_held_back(stranger) for _ in range(2)] == ["no reason"] * 2
-    assert asked == [entry, stranger, stranger], "one that does not stand in the cache may be gone at once"
+    assert checked_entries == [entry, stranger, stranger], "one that does not stand in the cache may be gone at once"
 
 
 def test_work_saturates_where_tiles_are_full_programs_long_and_the_card_is_full() -> None:
-    def between(one: Problem, other: Problem) -> float:
-        return tuned_entries.work_between(one, other, H200)
+    def between(first: Problem, second: Problem) -> float:
+        return tuned_entries.work_between(first, second, H200)
 
     long = samples.problem(seq_q=4096)
     assert between(long, samples.problem(seq_q=2048, seq_kv=9000, batch=16)) == 0.0

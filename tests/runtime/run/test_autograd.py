@@ -44,8 +44,8 @@ def test_a_tuned_problem_is_differentiated_by_kernels(
     for _ in range(3):  # what the first call prepares serves the others, and forgets no gradients
         output = attend(*tensors, causal=True, layout=layout)
         push = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
-        found = torch.autograd.grad(output, tensors, push)
-        for ours, theirs in zip((output, *found), by_pytorch(tensors, push, layout), strict=True):
+        gradients = torch.autograd.grad(output, tensors, push)
+        for ours, theirs in zip((output, *gradients), by_pytorch(tensors, push, layout), strict=True):
             torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
         tensors = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     assert (card["forward"], card["backward"]) == (3, 3)
@@ -89,7 +89,7 @@ def test_a_packed_call_is_differentiated_by_kernels(card: dict[str, Any]) -> Non
     for _ in range(2):
         output, lse = autoattn.packed_attention(*tensors, *lengths, causal=True, return_lse=True)
         assert (output.shape, lse.shape) == ((60, 2, 16), (2, 60))
-        found = torch.autograd.grad(output.float().square().sum() + lse.sum(), tensors)
+        gradients = torch.autograd.grad(output.float().square().sum() + lse.sum(), tensors)
     assert (card["forward"], card["backward"]) == (2, 2)
     leaves = [tensor.detach().float().requires_grad_() for tensor in tensors]
     total = torch.zeros(())
@@ -98,7 +98,7 @@ def test_a_packed_call_is_differentiated_by_kernels(card: dict[str, Any]) -> Non
         hidden = ~torch.ones(end - begin, end - begin, dtype=torch.bool).tril()
         scores = (query @ key.mT / 4).masked_fill(hidden, -torch.inf)
         total = total + (scores.softmax(-1) @ value).square().sum() + scores.logsumexp(-1).sum()
-    for ours, theirs in zip(found, torch.autograd.grad(total, leaves), strict=True):
+    for ours, theirs in zip(gradients, torch.autograd.grad(total, leaves), strict=True):
         torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
 
 
@@ -110,8 +110,8 @@ def test_a_call_with_a_block_table_is_differentiated_by_kernels(
     tune(card, tensors, mask=mask)
     output = attend(*tensors, mask=mask)
     push = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).half()
-    found = torch.autograd.grad(output, tensors, push)
-    for ours, theirs in zip((output, *found), by_pytorch(tensors, push), strict=True):
+    gradients = torch.autograd.grad(output, tensors, push)
+    for ours, theirs in zip((output, *gradients), by_pytorch(tensors, push), strict=True):
         torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
     assert (card["forward"], card["backward"]) == (1, 1)
 
@@ -123,10 +123,12 @@ def test_a_learned_bias_is_differentiated_by_kernels(
     tensors = inputs()
     bias = torch.randn(shape, generator=torch.Generator().manual_seed(2)).requires_grad_()
     tune(card, tensors, bias=bias)
-    found = torch.autograd.grad(attend(*tensors, bias=bias).float().square().sum(), [*tensors, bias])
+    gradients = torch.autograd.grad(attend(*tensors, bias=bias).float().square().sum(), [*tensors, bias])
     assert (card["forward"], card["backward"]) == (1, 1)
     assert card["room"] == bias.numel(), "the gradient is never as large as the scores where the bias is not"
-    assert_gradients(found, [*tensors, bias], lambda query, key, value, bias: weighed(query @ key.mT / 4 + bias, value))
+    assert_gradients(
+        gradients, [*tensors, bias], lambda query, key, value, bias: weighed(query @ key.mT / 4 + bias, value)
+    )
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 4)])
@@ -136,14 +138,14 @@ def test_learned_slopes_are_differentiated_by_kernels(
     tensors = inputs()
     slopes = (0.1 * torch.rand(shape, generator=torch.Generator().manual_seed(2))).requires_grad_()
     tune(card, tensors, alibi_slopes=slopes)
-    found = torch.autograd.grad(attend(*tensors, alibi_slopes=slopes).float().square().sum(), [*tensors, slopes])
+    gradients = torch.autograd.grad(attend(*tensors, alibi_slopes=slopes).float().square().sum(), [*tensors, slopes])
     assert (card["forward"], card["backward"]) == (1, 1)
     distance = (torch.arange(33)[:, None] + 17 - torch.arange(50)).abs()
 
     def formula(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Tensor:
         return weighed(query @ key.mT / 4 - slopes[..., None, None] * distance, value)
 
-    assert_gradients(found, [*tensors, slopes], formula)
+    assert_gradients(gradients, [*tensors, slopes], formula)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -161,7 +163,7 @@ def test_each_packed_sequence_may_learn_slopes_of_its_own(card: dict[str, Any], 
     attend = autoattn.packed_attention
     attend = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
     output = attend(*tensors, *lengths, causal=True, alibi_slopes=slopes)
-    (found,) = torch.autograd.grad(output.float().square().sum(), slopes)
+    (gradient,) = torch.autograd.grad(output.float().square().sum(), slopes)
     assert (card["forward"], card["backward"], card["slopes"]) == (1, 1, 1)
     leaf, total = slopes.detach().requires_grad_(), torch.zeros(())
     for number, (begin, end) in enumerate(((0, 20), (20, 60))):
@@ -169,7 +171,7 @@ def test_each_packed_sequence_may_learn_slopes_of_its_own(card: dict[str, Any], 
         distance = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
         scores = (query @ key.mT / 4 - leaf[number, :, None, None] * distance).masked_fill(distance < 0, -torch.inf)
         total = total + weighed(scores, value).square().sum()
-    torch.testing.assert_close(found, torch.autograd.grad(total, leaf)[0], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(gradient, torch.autograd.grad(total, leaf)[0], rtol=2e-2, atol=2e-2)
 
 
 def test_only_learned_slopes_ask_for_their_gradient(card: dict[str, Any], attend: Callable[..., Any]) -> None:
@@ -184,8 +186,8 @@ def test_only_learned_slopes_ask_for_their_gradient(card: dict[str, Any], attend
     )
     assert slopes.grad is not None
     assert slopes.grad.abs().min() > 0
-    told = autoattn.explain(*tensors, alibi_slopes=slopes)
-    assert told.levels == "forward: default, backward: default"
+    explanation = autoattn.explain(*tensors, alibi_slopes=slopes)
+    assert explanation.levels == "forward: default, backward: default"
 
 
 def test_slopes_alone_may_learn(card: dict[str, Any], attend: Callable[..., Any]) -> None:
@@ -199,9 +201,9 @@ def test_slopes_alone_may_learn(card: dict[str, Any], attend: Callable[..., Any]
 def test_a_score_mod_is_differentiated_by_kernels(card: dict[str, Any], attend: Callable[..., Any]) -> None:
     tensors = inputs()
     tune(card, tensors, score_mod="2 * tanh(score / 2)")
-    found = torch.autograd.grad(attend(*tensors, score_mod="2 * tanh(score / 2)").float().square().sum(), tensors)
+    gradients = torch.autograd.grad(attend(*tensors, score_mod="2 * tanh(score / 2)").float().square().sum(), tensors)
     assert (card["forward"], card["backward"]) == (1, 1)
-    assert_gradients(found, tensors, lambda query, key, value: weighed(2 * (query @ key.mT / 8).tanh(), value))
+    assert_gradients(gradients, tensors, lambda query, key, value: weighed(2 * (query @ key.mT / 8).tanh(), value))
 
 
 def test_only_a_learned_bias_asks_for_its_gradient(card: dict[str, Any], attend: Callable[..., Any]) -> None:
@@ -246,10 +248,10 @@ def test_a_gradient_at_an_address_that_kernels_do_not_read_is_copied(card: dict[
         output = autoattn.attention(*tensors, causal=True)
         push = torch.ones(output.numel() + 1, dtype=torch.float16)[1:].view(output.shape)
         assert push.data_ptr() % 16
-        found = torch.autograd.grad(output, tensors, push)  # the fixture looks at what the kernels get
+        gradients = torch.autograd.grad(output, tensors, push)  # the fixture looks at what the kernels get
         if wanted is None:
-            wanted = found
-        assert all(torch.equal(*both) for both in zip(found, wanted, strict=True))
+            wanted = gradients
+        assert all(torch.equal(*both) for both in zip(gradients, wanted, strict=True))
     assert card["prepared"] == 2
 
 
@@ -276,12 +278,12 @@ def test_a_second_derivative_is_that_of_the_formula(card: dict[str, Any], name: 
     }.get(name, {})
     tensors = inputs(given.get("layout", "bhsd"), dtype=torch.float32)
     for _ in range(2):
-        found = penalty(autoattn.attention, tensors, extra, **given)
+        gradients = penalty(autoattn.attention, tensors, extra, **given)
     assert (card["forward"], card["backward"]) == (2, 4), "the output's gradient depends on the output"
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
     with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
         expected = penalty(autoattn.attention, exact, extra, **given)
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-3, atol=1e-3)
 
 
@@ -301,8 +303,8 @@ def test_a_second_derivative_by_a_tensor_that_is_query_key_and_value(card: dict[
     with sdpa_kernel(SDPBackend.MATH):
         exact = third(tensor.detach().double().requires_grad_())
     assert card["backward"] == 0
-    found = third(tensor)
-    torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=1e-3 * float(exact.abs().max()))
+    derivative = third(tensor)
+    torch.testing.assert_close(derivative.double(), exact, rtol=1e-3, atol=1e-3 * float(exact.abs().max()))
     assert card["backward"] > 0
 
 
@@ -334,10 +336,10 @@ def test_a_packed_calls_second_derivative_is_that_of_the_formula(card: dict[str,
         return autoattn.packed_attention(*tensors, offsets, offsets, 40, 40, return_lse=True, **given)  # type: ignore
 
     for _ in range(2):
-        found = penalty(attend, tensors, {}, causal=True)
+        gradients = penalty(attend, tensors, {}, causal=True)
     assert card["prepared"] == 3, "the second call's output and gradients, and those of its output's gradient"
     exact = penalty(attend, [tensor.detach().double().requires_grad_() for tensor in tensors], {}, causal=True)
-    for ours, theirs in zip(found, exact, strict=True):
+    for ours, theirs in zip(gradients, exact, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-3, atol=1e-3)
 
 
@@ -347,7 +349,7 @@ def test_an_lse_has_a_gradient_too(card: dict[str, Any], attend: Callable[..., A
     tune(card, tensors, causal=True)
     output, lse = attend(*tensors, causal=True, return_lse=True)
     parts = {"output": output.float().square().sum(), "lse": (lse * torch.arange(33)).sum()}
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         sum(parts[name] for name in parts if used in (name, "both")), tensors, allow_unused=True
     )
     leaves = [tensor.detach().double().requires_grad_() for tensor in tensors]
@@ -359,7 +361,7 @@ def test_an_lse_has_a_gradient_too(card: dict[str, Any], attend: Callable[..., A
     }
     total = sum(exact[name] for name in exact if used in (name, "both"))
     expected = torch.autograd.grad(total, leaves, allow_unused=True)
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(gradients, expected, strict=True):
         theirs = torch.zeros_like(ours).double() if theirs is None else theirs
         torch.testing.assert_close(ours.double(), theirs, rtol=2e-2, atol=2e-2 * float(theirs.abs().max()) + 1e-3)
 
@@ -390,8 +392,8 @@ def test_a_compiled_step_computes_the_call_again_where_a_rivals_gradients_were_f
     attend = torch.compile(autoattn.attention, backend="aot_eager", fullgraph=True)
     output = attend(*tensors, causal=True)
     push = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).half()
-    found = torch.autograd.grad(output, tensors, push)
-    for ours, theirs in zip((output, *found), by_pytorch(tensors, push), strict=True):
+    gradients = torch.autograd.grad(output, tensors, push)
+    for ours, theirs in zip((output, *gradients), by_pytorch(tensors, push), strict=True):
         torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
     assert (card["forward"], card["backward"]) == (1, 0)
 
@@ -411,8 +413,8 @@ def test_an_lse_that_was_never_computed_is_no_number(card: dict[str, Any]) -> No
 def test_where_a_rival_was_faster_pytorch_differentiates(card: dict[str, Any]) -> None:
     tensors = inputs()
     tune(card, tensors, causal=True, choice="sdpa-cudnn")
-    found = autoattn.explain(*tensors, causal=True)
-    assert found.reason == "an input needs a gradient, and sdpa-cudnn was the fastest for the gradients"
+    explanation = autoattn.explain(*tensors, causal=True)
+    assert explanation.reason == "an input needs a gradient, and sdpa-cudnn was the fastest for the gradients"
 
 
 @pytest.mark.parametrize("lse", [False, True])

@@ -58,8 +58,8 @@ def planted(monkeypatch: pytest.MonkeyPatch, tiles: int) -> Tripping:
     )
     if tiles:
         module.tiles = lambda batch, heads, seq: tiles
-    made = Kernel(source=None, module=module, compiled=noted, device=CUDA, sm_count=1)  # type: ignore[arg-type]
-    monkeypatch.setattr(planner.compiler, "load", lambda source, device: made)
+    planted_kernel = Kernel(source=None, module=module, compiled=noted, device=CUDA, sm_count=1)  # type: ignore[arg-type]
+    monkeypatch.setattr(planner.compiler, "load", lambda source, device: planted_kernel)
     return noted
 
 

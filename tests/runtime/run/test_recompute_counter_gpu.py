@@ -30,9 +30,9 @@ def three(dtype: torch.dtype, head_dim: int = 128) -> tuple[Tensor, Tensor, Tens
     return query, key, value
 
 
-def check_kept(tensors: tuple[Tensor, ...], **asked: Any) -> None:
+def check_kept(tensors: tuple[Tensor, ...], **arguments: Any) -> None:
     """What runs is a kernel that keeps the first maximum and counts."""
-    variant = autoattn.explain(*tensors, **asked).variant
+    variant = autoattn.explain(*tensors, **arguments).variant
     assert variant is not None
     assert (variant.template, variant["softmax"]) == ("gluon/forward", "first_max")
 

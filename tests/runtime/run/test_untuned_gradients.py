@@ -130,13 +130,13 @@ def gradients(case: Case, tensors: list[Tensor], given: dict[str, Any]) -> tuple
 def test_untuned_gradients_are_those_of_the_formula(name: str, device: str) -> None:
     case, place = CASES[name], torch.device(device)
     tensors, given = case.tensors(place), case.arguments(place)
-    found = gradients(case, tensors, given)
+    computed_gradients = gradients(case, tensors, given)
     if place.type == "cuda":
-        told = call(case, tensors, given, explains=True)
-        assert told.levels == "forward: default, backward: default", str(told)
+        explanation = call(case, tensors, given, explains=True)
+        assert explanation.levels == "forward: default, backward: default", str(explanation)
     exact = [tensor.detach().cpu().double() for tensor in tensors]
     expected = gradients(case, exact, case.arguments(torch.device("cpu")))
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(computed_gradients, expected, strict=True):
         error = float((ours.cpu().double() - theirs).abs().max())
         assert error <= TOLERANCE[case.dtype] * float(theirs.abs().max()), (name, error)
 
@@ -155,9 +155,9 @@ def test_untuned_gradients_repeat_where_they_must(name: str) -> None:
 def test_an_untuned_plain_call_takes_a_kernel_on_hopper_and_a_fused_one_anywhere(kind: str) -> None:
     tensors = [drawn(torch.device("cuda"), 1, 4, 512, 64, seed=place).bfloat16() for place in range(3)]
     case, given = Case(), {"causal": kind == "causal"}
-    found = gradients(case, tensors, given)
-    told = autoattn.explain(*tensors, **given)  # type: ignore[arg-type]
-    assert told.route == ("kernel" if torch.cuda.get_device_capability() == (9, 0) else "sdpa"), str(told)
+    computed_gradients = gradients(case, tensors, given)
+    explanation = autoattn.explain(*tensors, **given)  # type: ignore[arg-type]
+    assert explanation.route == ("kernel" if torch.cuda.get_device_capability() == (9, 0) else "sdpa"), str(explanation)
     expected = gradients(case, [tensor.detach().cpu().double() for tensor in tensors], given)
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(computed_gradients, expected, strict=True):
         assert float((ours.cpu().double() - theirs).abs().max()) <= 6e-2 * float(theirs.abs().max())

@@ -68,8 +68,8 @@ def leaves(*tensors: Tensor) -> list[Tensor]:
     return [tensor.clone().requires_grad_() for tensor in tensors]
 
 
-def answers(found: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    return (found,) if isinstance(found, Tensor) else found
+def answers(answer: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    return (answer,) if isinstance(answer, Tensor) else answer
 
 
 # --- what it answers --------------------------------------------------------------------------------------------------
@@ -89,10 +89,10 @@ def test_it_takes_the_other_layouts() -> None:
     output, lse = ATTENTION(*swapped, layout="bshd", return_lse=True)
     for mine, other in zip((output, lse), autoattn.attention(*swapped, layout="bshd", return_lse=True), strict=True):
         assert torch.equal(mine, other)
-    for mask, asked in (("full", {}), ("causal", {"causal": True}), ("window:2,-1", {"window": (2, -1)})):
+    for mask, arguments in (("full", {}), ("causal", {"causal": True}), ("window:2,-1", {"window": (2, -1)})):
         output, lse = ATTENTION(*TOKENS[:3], mask=mask, return_lse=True, **PACKED)
         for mine, other in zip(
-            (output, lse), autoattn.packed_attention(*TOKENS, **asked, return_lse=True), strict=True
+            (output, lse), autoattn.packed_attention(*TOKENS, **arguments, return_lse=True), strict=True
         ):
             assert torch.equal(mine, other)
 
@@ -140,7 +140,9 @@ def test_autocast_casts_query_key_and_value_alone() -> None:
     class Watching(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is ATTENTION.default:
-                seen.update(zip(attention_schema.TENSORS, (one.dtype for one in args if one is not None), strict=False))
+                seen.update(
+                    zip(attention_schema.TENSORS, (tensor.dtype for tensor in args if tensor is not None), strict=False)
+                )
             return func(*args, **(kwargs or {}))
 
     given = (*inputs(), noise(5, 7), SLOPES, SINKS)
@@ -178,44 +180,46 @@ def test_biases_slopes_sinks_and_the_lse_have_gradients_too() -> None:
     pushes = noise(2, 4, 5, 16, seed=12), noise(2, 4, 5, seed=13)
     torch.autograd.backward(ATTENTION(*ours, softcap=2.0, return_lse=True), pushes)
     bias, slopes, sinks = theirs[3:]
-    asked = {"bias": bias, "alibi_slopes": slopes, "sinks": sinks, "softcap": 2.0, "return_lse": True}
-    torch.autograd.backward(autoattn.attention(*theirs[:3], **asked), pushes)
+    arguments = {"bias": bias, "alibi_slopes": slopes, "sinks": sinks, "softcap": 2.0, "return_lse": True}
+    torch.autograd.backward(autoattn.attention(*theirs[:3], **arguments), pushes)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.grad, other.grad)
 
 
 @pytest.mark.parametrize("learner", [0, 1, 2, 5])
 def test_only_who_needs_a_gradient_is_differentiated(learner: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
+    learned_names: list[list[str]] = []
     attention = attention_op_backward.attention
 
     def watched(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
         if torch.is_grad_enabled():
             named = {"query": query, "key": key, "value": value, **given}
-            asked.append([name for name, one in named.items() if isinstance(one, Tensor) and one.requires_grad])
+            learned_names.append(
+                [name for name, tensor in named.items() if isinstance(tensor, Tensor) and tensor.requires_grad]
+            )
         return attention(query, key, value, **given)
 
     monkeypatch.setattr(attention_op_backward, "attention", watched)
     tensors = [*inputs(), None, None, SINKS.clone()]
     tensors[learner].requires_grad_()  # type: ignore[union-attr]
     ATTENTION(*tensors, mask="causal")[0].sum().backward()
-    assert asked == [[attention_schema.LEARNING[learner]]]
+    assert learned_names == [[attention_schema.LEARNING[learner]]]
     assert tensors[learner].grad.abs().max() > 0.0  # type: ignore[union-attr]
 
 
 @pytest.fixture
 def asked_again(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each backward pass asked for the LSE when it computed the call once more."""
-    asked: list[bool] = []
+    lse_requests: list[bool] = []
     attention = attention_op_backward.attention
 
     def watched(query: Tensor, *tensors: Tensor, **given: Any) -> Any:
         if torch.is_grad_enabled() and query.requires_grad:
-            asked.append(given["return_lse"])
+            lse_requests.append(given["return_lse"])
         return attention(query, *tensors, **given)
 
     monkeypatch.setattr(attention_op_backward, "attention", watched)
-    return asked
+    return lse_requests
 
 
 def test_an_lse_that_nobody_differentiates_keeps_pytorchs_attention(asked_again: list[bool]) -> None:
@@ -230,7 +234,9 @@ def test_an_lse_that_nobody_differentiates_keeps_pytorchs_attention(asked_again:
 def test_nothing_is_saved_that_grows_with_queries_times_keys() -> None:
     sizes: list[int] = []
     tensors = leaves(*inputs(seq_q=200, seq_kv=300))
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: sizes.append(one.numel()) or one, lambda one: one):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: sizes.append(tensor.numel()) or tensor, lambda tensor: tensor
+    ):
         ATTENTION(*tensors, mask="causal", softcap=2.0, return_lse=True)
     assert len(sizes) == 5
     assert max(sizes) == max(tensor.numel() for tensor in tensors)

@@ -54,8 +54,8 @@ def nothing_traced() -> None:
 
 def whole(function: Function, backend: Any = "aot_eager", **given: Any) -> Function:
     """Compiled without a break."""
-    found: Function = torch.compile(function, backend=backend, fullgraph=True, **given)
-    return found
+    compiled: Function = torch.compile(function, backend=backend, fullgraph=True, **given)
+    return compiled
 
 
 def attention(**given: Any) -> Function:
@@ -79,9 +79,9 @@ def test_whatever_is_asked_is_traced_whole_and_means_the_same(name: str) -> None
 
 
 def test_the_graph_holds_the_operator_and_nothing_else() -> None:
-    found = torch._dynamo.explain(attention(causal=True, softcap=2.0, sinks=SINKS))(*inputs())
-    assert (found.graph_count, found.graph_break_count) == (1, 0)
-    operations = [node for node in found.graphs[0].graph.nodes if node.op == "call_function"]
+    report = torch._dynamo.explain(attention(causal=True, softcap=2.0, sinks=SINKS))(*inputs())
+    assert (report.graph_count, report.graph_break_count) == (1, 0)
+    operations = [node for node in report.graphs[0].graph.nodes if node.op == "call_function"]
     assert operations[0].target is ATTENTION
     assert len(operations) == 2  # and the choice of the output
 
@@ -145,15 +145,15 @@ def test_a_padded_batch_may_be_packed_inside_the_graph() -> None:
     def function(padded: Tensor, keep: Tensor) -> Tensor:
         query, key, value = padded[:, keep]
         offsets = torch.nn.functional.pad(keep.sum(1).cumsum(0), (1, 0)).int()
-        found = autoattn.packed_attention(query, key, value, offsets, offsets, 8, 8, causal=True)
-        assert isinstance(found, Tensor)
-        return found
+        output = autoattn.packed_attention(query, key, value, offsets, offsets, 8, 8, causal=True)
+        assert isinstance(output, Tensor)
+        return output
 
     padded = noise(3, 2, 8, 4, 16)
     traced = whole(function)
     assert torch.equal(traced(padded, keep), function(padded, keep))
     torch.testing.assert_close(
-        gradients(lambda one: traced(one, keep), padded), gradients(lambda one: function(one, keep), padded)
+        gradients(lambda batch: traced(batch, keep), padded), gradients(lambda batch: function(batch, keep), padded)
     )
 
 
@@ -166,7 +166,7 @@ def test_every_door_is_traced_whole(name: str) -> None:
     doors: dict[str, tuple[Function, tuple[Any, ...]]] = {
         "Attention": (autoattn.Attention(causal=True, softcap=1.5, dropout=0.5).eval(), (query, key, value)),
         "MultiheadAttention": (lambda tokens: multihead(tokens, need_weights=False)[0], (tokens,)),
-        "dilated": (lambda one: autoattn.dilated_attention(one, one, one, **dilation), (swapped[0],)),
+        "dilated": (lambda tensor: autoattn.dilated_attention(tensor, tensor, tensor, **dilation), (swapped[0],)),
         "SDPA": (functional.scaled_dot_product_attention, (query, query, query, None, 0.0, True)),
         "flash": (functional.flash_attn_func, (*swapped, 0.0, None, True, (2, 1), 1.5)),
         "flash packed": (functional.flash_attn_varlen_func, (*packed(), 0.0, None, True)),
@@ -180,7 +180,7 @@ def test_every_door_is_traced_whole(name: str) -> None:
 @pytest.mark.skipif(" " in torch.__file__, reason="Inductor gives its linker PyTorch's path without quotes")
 def test_inductor_compiles_a_training_step() -> None:
     def function(*tensors: Tensor) -> Tensor:
-        return 2.0 * autoattn.attention(*(one.sin() for one in tensors), causal=True, alibi_slopes=SLOPES)
+        return 2.0 * autoattn.attention(*(tensor.sin() for tensor in tensors), causal=True, alibi_slopes=SLOPES)
 
     for mine, other in zip(
         gradients(whole(function, "inductor"), *inputs()), gradients(function, *inputs()), strict=True
@@ -214,11 +214,11 @@ def test_dropout_draws_anew_and_its_gradients_know_what_fell() -> None:
     function = attention(dropout=0.5)
     traced = whole(function)
     assert not torch.equal(traced(*inputs()), traced(*inputs()))
-    found = []
-    for one in (traced, function):
+    gradient_lists = []
+    for attend in (traced, function):
         torch.manual_seed(3)
-        found.append(gradients(one, *inputs()))
-    for mine, other in zip(*found, strict=True):
+        gradient_lists.append(gradients(attend, *inputs()))
+    for mine, other in zip(*gradient_lists, strict=True):
         torch.testing.assert_close(mine, other)
 
 
@@ -227,11 +227,11 @@ def test_activation_checkpointing_gives_the_same_gradients(dropout: float) -> No
     def block(*tensors: Tensor) -> Tensor:
         return autoattn.attention(*tensors, softcap=2.0, dropout=dropout).sin()
 
-    found = []
+    gradient_lists = []
     for kept in (lambda *tensors: checkpoint(block, *tensors, use_reentrant=False), block):
         torch.manual_seed(3)
-        found.append(gradients(whole(kept), *inputs()))
-    for mine, other in zip(*found, strict=True):
+        gradient_lists.append(gradients(whole(kept), *inputs()))
+    for mine, other in zip(*gradient_lists, strict=True):
         torch.testing.assert_close(mine, other)
 
 

@@ -34,13 +34,13 @@ def nothing_traced() -> None:
 
 
 def whole(function: Callable[..., Any], **given: Any) -> Callable[..., Any]:
-    found: Callable[..., Any] = torch.compile(function, fullgraph=True, **given)
-    return found
+    compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, **given)
+    return compiled
 
 
 def tensors(seq: int = 512, heads_kv: int = 2, layout: str = "bhsd") -> list[Tensor]:
-    found = [normal(2, heads, seq, 64) for heads in (4, heads_kv, heads_kv)]
-    return [tensor.transpose(1, 2).contiguous() for tensor in found] if layout == "bshd" else found
+    three = [normal(2, heads, seq, 64) for heads in (4, heads_kv, heads_kv)]
+    return [tensor.transpose(1, 2).contiguous() for tensor in three] if layout == "bshd" else three
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -63,10 +63,10 @@ def test_a_compiled_packed_call_runs_the_kernel_of_an_eager_one(launched: list[A
     offsets = torch.tensor([0, 100, 100, 650], dtype=torch.int32, device="cuda")
 
     def function(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        found: Any = autoattn.packed_attention(
+        output_and_lse: Any = autoattn.packed_attention(
             query, key, value, offsets, offsets, 550, 550, causal=True, return_lse=True
         )
-        return found
+        return output_and_lse
 
     expected = function(*tokens, offsets)  # type: ignore[call-arg]
     traced = whole(function)
@@ -82,9 +82,9 @@ def test_cuda_graphs_of_torch_compile_replay_the_kernel(name: str, launched: lis
     given = CALLS[name]
 
     def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        found = autoattn.attention(query.sin(), key, value, **given)
-        assert isinstance(found, Tensor)
-        return 2.0 * autoattn.attention(found, key, value, **given)
+        first_output = autoattn.attention(query.sin(), key, value, **given)
+        assert isinstance(first_output, Tensor)
+        return 2.0 * autoattn.attention(first_output, key, value, **given)
 
     traced, plain = whole(function, mode="reduce-overhead"), whole(function)  # Inductor rounds sin() in its own way
     with torch.no_grad():
@@ -116,9 +116,9 @@ def test_a_compiled_training_step_runs_the_kernel_and_its_gradients_are_right(
     given: dict[str, Any], checkpointed: bool, launched: list[Any]
 ) -> None:
     def block(*three: Tensor) -> Tensor:
-        found = autoattn.attention(*three, **given)
-        assert isinstance(found, Tensor)
-        return found
+        output = autoattn.attention(*three, **given)
+        assert isinstance(output, Tensor)
+        return output
 
     def function(*three: Tensor) -> Tensor:
         return checkpoint(block, *three, use_reentrant=False) if checkpointed else block(*three)
@@ -153,9 +153,9 @@ def test_a_compiled_step_runs_the_kernels_of_an_eager_one(
         return [output.detach().clone(), *(grad.clone() for grad in torch.autograd.grad(output, three, push))]
 
     def attend(*all_three: Tensor) -> Tensor:
-        found = autoattn.attention(*all_three, **given)
-        assert isinstance(found, Tensor)
-        return found
+        output = autoattn.attention(*all_three, **given)
+        assert isinstance(output, Tensor)
+        return output
 
     step(attend)
     launched.clear()
@@ -164,8 +164,8 @@ def test_a_compiled_step_runs_the_kernels_of_an_eager_one(
     traced = whole(attend, mode=mode)
     for _ in range(4):
         launched.clear()
-        found = step(traced)
-        assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+        answers = step(traced)
+        assert all(torch.equal(mine, other) for mine, other in zip(answers, expected, strict=True))
     assert len(launched) == (0 if mode == "reduce-overhead" else kernels)
 
 
@@ -202,7 +202,7 @@ def test_pytorchs_own_checks_pass(learns: bool) -> None:
 def test_vmap_runs_the_kernel_for_each(launched: list[Any]) -> None:
     query, key, value = tensors()
     queries = torch.stack((query, -query))
-    output = torch.vmap(lambda one: autoattn.attention(one, key, value))(queries)
+    output = torch.vmap(lambda sample: autoattn.attention(sample, key, value))(queries)
     assert len(launched) >= 2
-    for one, expected in zip(output, queries, strict=True):
-        assert torch.equal(one, autoattn.attention(expected, key, value))
+    for answer, expected in zip(output, queries, strict=True):
+        assert torch.equal(answer, autoattn.attention(expected, key, value))

@@ -65,8 +65,8 @@ def test_fifty_lengths_are_compiled_no_more_after_the_second(kind: str, learns: 
         assert_near(output, expected)
         if learns:
             push = torch.randn_like(output)
-            found = torch.autograd.grad(output, leaves, push)
-            for ours, other in zip(found, torch.autograd.grad(expected, doubles, push.double()), strict=True):
+            gradients = torch.autograd.grad(output, leaves, push)
+            for ours, other in zip(gradients, torch.autograd.grad(expected, doubles, push.double()), strict=True):
                 assert_near(ours, other)
         compiled.append(counter.frame_count)
     assert compiled[-1] == compiled[1]
