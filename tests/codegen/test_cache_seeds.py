@@ -26,12 +26,12 @@ def problem(cache: str = "contiguous", **changes: Any) -> Problem:
     return Problem(cache=KeyCache.parse(cache), **facts | dims | changes)
 
 
-def default(one: Problem, device: Device = H100) -> dict[str, Value]:
-    return SPACE.params_of(SPACE.default(one, device))
+def default(problem: Problem, device: Device = H100) -> dict[str, Value]:
+    return SPACE.params_of(SPACE.default(problem, device))
 
 
-def begins_ahead(one: Problem, device: Device = H100) -> bool:
-    params = default(one, device)
+def begins_ahead(problem: Problem, device: Device = H100) -> bool:
+    params = default(problem, device)
     return (params["first_block"], params["parts_read"]) == ("ahead", "at_once")
 
 
@@ -53,9 +53,9 @@ def begins_ahead(one: Problem, device: Device = H100) -> bool:
 def test_parts_of_caches_fill_the_multiprocessors_and_have_a_block_of_128_keys_at_least(
     cache: str, batch: int, heads: tuple[int, int], keys: int, splits: int
 ) -> None:
-    one = problem(cache, batch=batch, heads_q=heads[0], heads_kv=heads[1], seq_kv=keys)
-    params = default(one)
-    assert begins_ahead(one)
+    call = problem(cache, batch=batch, heads_q=heads[0], heads_kv=heads[1], seq_kv=keys)
+    params = default(call)
+    assert begins_ahead(call)
     assert (params["BLOCK_N"], params["SPLITS"]) == (128, splits)
 
 
@@ -96,16 +96,16 @@ def test_a_call_that_says_how_a_sequence_is_cut_takes_no_number_of_parts_from_it
 def test_there_are_no_more_parts_than_blocks_and_no_more_programs_than_fill_the_multiprocessors_twice(
     batch: int, keys: int, heads_kv: int
 ) -> None:
-    one = problem(batch=batch, seq_kv=keys, heads_kv=heads_kv)
-    if begins_ahead(one):
-        params = default(one)
+    call = problem(batch=batch, seq_kv=keys, heads_kv=heads_kv)
+    if begins_ahead(call):
+        params = default(call)
         blocks, splits = -(-keys // int(params["BLOCK_N"])), int(params["SPLITS"])
         assert splits <= blocks <= 16 * splits
         assert batch * heads_kv * splits <= 2 * H100.sm_count
 
 
 @pytest.mark.parametrize(
-    "one",
+    "problem",
     [
         problem(seq_kv=131072),
         problem(batch=16, seq_kv=8192),
@@ -118,8 +118,8 @@ def test_there_are_no_more_parts_than_blocks_and_no_more_programs_than_fill_the_
     ],
     ids=str,
 )
-def test_long_caches_many_sequences_and_what_was_not_measured_walk_from_the_first_block_on(one: Problem) -> None:
-    assert not begins_ahead(one)
+def test_long_caches_many_sequences_and_what_was_not_measured_walk_from_the_first_block_on(problem: Problem) -> None:
+    assert not begins_ahead(problem)
 
 
 def test_cards_of_the_same_matrix_unit_choose_alike_and_older_ones_walk() -> None:
@@ -128,6 +128,6 @@ def test_cards_of_the_same_matrix_unit_choose_alike_and_older_ones_walk() -> Non
 
 
 def test_a_call_that_says_how_many_programs_share_a_sequence_has_no_more() -> None:
-    one = problem("paged:16,splits=4", batch=8)
-    assert begins_ahead(one)
-    assert default(one)["SPLITS"] == 4
+    call = problem("paged:16,splits=4", batch=8)
+    assert begins_ahead(call)
+    assert default(call)["SPLITS"] == 4

@@ -33,8 +33,8 @@ CASES: tuple[tuple[int, str, dict[str, Any], dict[str, Any]], ...] = (
 
 @pytest.mark.parametrize(("arch", "text", "facts", "changes"), rarely(CASES, lambda case: case in (CASES[1], CASES[4])))
 def test_kernels_on_caches_compile(arch: int, text: str, facts: dict[str, Any], changes: dict[str, Any]) -> None:
-    one = kernels.problem(cache=KeyCache.parse(text), head_dim=64, **facts)
-    compiled = compiler.build(kernels.source(one, **changes), arch)
+    problem = kernels.problem(cache=KeyCache.parse(text), head_dim=64, **facts)
+    compiled = compiler.build(kernels.source(problem, **changes), arch)
     if changes.get("num_stages") == 3:
         assert "cp.async" in compiled.asm["ptx"]
 
@@ -73,18 +73,18 @@ def test_kernels_on_latents_read_each_block_once_and_ahead(
 
 @pytest.mark.parametrize("text", ["paged:64,latent", "contiguous,latent", "paged:64,float8_e4m3,latent"])
 def test_defaults_for_few_rows_of_latents_keep_all_in_registers_and_shared_memory(text: str) -> None:
-    one = latent(text)
-    default = search_space.load("triton/forward").default(one, H200)
-    report = compiler.inspect(render.render(one, default), H200.arch)
+    problem = latent(text)
+    default = search_space.load("triton/forward").default(problem, H200)
+    report = compiler.inspect(render.render(problem, default), H200.arch)
     assert report.spilled_bytes == 0
-    programs = 1 if one.caches_float8 else 2  # on an SM
+    programs = 1 if problem.caches_float8 else 2  # on an SM
     assert programs * (report.shared_bytes + 1024) <= H200.shared_bytes_per_sm
     assert programs * report.registers * 32 * report.num_warps <= H200.registers_per_sm
 
 
 def test_a_float8_latent_is_read_ahead_as_it_lies_and_converted_into_one_tile() -> None:
-    one = latent("paged:64,float8_e4m3,latent")
-    source = kernels.source(one, BLOCK_N=64, num_warps=8, num_stages=3, PACK_GQA=1, HEAD_SPLIT=1)
+    problem = latent("paged:64,float8_e4m3,latent")
+    source = kernels.source(problem, BLOCK_N=64, num_warps=8, num_stages=3, PACK_GQA=1, HEAD_SPLIT=1)
     report = compiler.inspect(source, 90)
     ahead, converted, queries = 2 * 64 * 576, 64 * 512 * 2, 16 * 576 * 2
     assert ahead + converted <= report.shared_bytes <= ahead + converted + queries + 2048
@@ -106,8 +106,8 @@ def test_reading_pages_ahead_keeps_as_many_blocks_in_flight_as_without_pages() -
 
 @pytest.mark.parametrize("page", rarely(["contiguous", "paged:16", "paged:64"], lambda page: page == "paged:16"))
 def test_a_first_block_is_asked_for_before_anything_is_waited_for_at_a_barrier(page: str) -> None:
-    one = kernels.problem(dtype=DType.BFLOAT16, head_dim=128, seq_q=1, cache=KeyCache.parse(page))
-    ptx = compiler.build(kernels.source(one, SPLITS=16, **AHEAD), 90).asm["ptx"]
+    problem = kernels.problem(dtype=DType.BFLOAT16, head_dim=128, seq_q=1, cache=KeyCache.parse(page))
+    ptx = compiler.build(kernels.source(problem, SPLITS=16, **AHEAD), 90).asm["ptx"]
     begin, _, _ = ptx.partition("bar.sync")
     of_keys_and_values = 2 * 64 * 128 * 2 // (4 * 32 * 16)  # by each thread, 16 bytes at once
     assert begin.count("ld.global.v4.b32") >= of_keys_and_values

@@ -30,7 +30,7 @@ def requirement(rule: str) -> Requirement:
     return Requirement(rule=Rule(rule), because=f"because of {rule}")
 
 
-def asked_one_by_one(space: SearchSpace, params: dict[str, Any], problem: Problem, device: Device) -> str:
+def refusal_of_each_rule(space: SearchSpace, params: dict[str, Any], problem: Problem, device: Device) -> str:
     """The first rule that breaks, by all facts at once."""
     facts = DerivedFacts(facts_of(problem, device) | params, space.let)
     rules = space.requirements(deterministic=problem.deterministic)
@@ -51,11 +51,11 @@ def test_a_judgement_names_the_rule_that_breaks_first(device: Device, problem: P
         for values in (params, rng.choice(seeds)):
             judgement = space.judgement_of(space.variant(values), problem, device)
             specialised, rules = judgement.specialised(), shared.rules_of(judgement)
-            for one in (problem, resized):  # the second is judged by what was kept of the first
-                refusal = space.why_infeasible(space.variant(values), one, device) or ""
-                assert refusal == asked_one_by_one(space, values, one, device)
-                assert (specialised.why_not(size_facts(one)) or "") == refusal
-                assert (feasibility.first_broken(rules, shared.facts(size_facts(one))) or "") == refusal
+            for call in (problem, resized):  # the second is judged by what was kept of the first
+                refusal = space.why_infeasible(space.variant(values), call, device) or ""
+                assert refusal == refusal_of_each_rule(space, values, call, device)
+                assert (specialised.why_not(size_facts(call)) or "") == refusal
+                assert (feasibility.first_broken(rules, shared.facts(size_facts(call))) or "") == refusal
 
 
 @settings(max_examples=100)

@@ -25,8 +25,8 @@ def problem(**changes: Any) -> Problem:
     return gluon_kernels.problem(**{"head_dim": 128, **changes})
 
 
-def source(one: Problem, **changes: Value) -> Source:
-    return render.render(one, feasible(one, **changes))
+def source(problem: Problem, **changes: Value) -> Source:
+    return render.render(problem, feasible(problem, **changes))
 
 
 # --- choices that came later ------------------------------------------------------------------------------------------
@@ -34,13 +34,13 @@ def source(one: Problem, **changes: Value) -> Source:
 
 def test_a_choice_that_came_later_leaves_the_text_alone_where_it_is_not_made() -> None:
     """So that what was tuned before stays valid."""
-    one = problem()
-    old = feasible(one)
-    text = render.render(one, old).text
+    call = problem()
+    old = feasible(call)
+    text = render.render(call, old).text
     assert "CTAS" not in text
     assert "software" not in text
     assert (
-        render.render(one, search_space.load(TEMPLATE).variant({**old.as_dict(), "CTAS": 1, "software_exp2": 0})).text
+        render.render(call, search_space.load(TEMPLATE).variant({**old.as_dict(), "CTAS": 1, "software_exp2": 0})).text
         == text
     )
 
@@ -66,9 +66,9 @@ def test_turns_by_mbarriers_wait_for_the_parity_of_the_block(mask: str) -> None:
 
 @pytest.mark.parametrize("mask", rarely(["full", "window:600,64"], lambda mask: mask == "full"))
 def test_turns_by_mbarriers_serialise_no_product(mask: str) -> None:
-    one = problem(head_dim=64, mask=mask)
+    call = problem(head_dim=64, mask=mask)
     chosen: dict[str, Value] = {"overlap": 1, "mask_loop": "split", "BLOCK_M": 128, "BLOCK_N": 64}
-    assert inspect(source(one, ping_pong="mbarrier", **chosen), 90).loop
+    assert inspect(source(call, ping_pong="mbarrier", **chosen), 90).loop
 
 
 # --- powers of two ----------------------------------------------------------------------------------------------------
@@ -131,16 +131,16 @@ def test_software_powers_are_nearer_than_16_bits_can_tell(every: int, places: se
 
 @pytest.mark.exhaustive
 def test_software_powers_take_work_off_the_exp_unit() -> None:
-    one = problem(head_dim=64)
+    call = problem(head_dim=64)
     chosen: dict[str, Value] = {"softmax": "first_max", "BLOCK_M": 128, "BLOCK_N": 64}
-    counts = [inspect(source(one, software_exp2=every, **chosen), 90).loop["MUFU.EX2"] for every in (0, 4, 2)]
+    counts = [inspect(source(call, software_exp2=every, **chosen), 90).loop["MUFU.EX2"] for every in (0, 4, 2)]
     assert counts == [32, 24, 16]
 
 
 def test_the_polynomials_numbers_are_floats() -> None:
     asm = load_module(source(problem(), software_exp2=4)).POWERS.value
-    found = [struct.unpack(">f", bytes.fromhex(word))[0] for word in re.findall(r"0f([0-9A-F]{8})", asm)]
-    assert found[:2] == [-127.0, 1.5 * 2**23 + 127]
+    numbers = [struct.unpack(">f", bytes.fromhex(word))[0] for word in re.findall(r"0f([0-9A-F]{8})", asm)]
+    assert numbers[:2] == [-127.0, 1.5 * 2**23 + 127]
 
 
 # --- programs that share an SM ----------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_two_programs_an_sm_halve_its_registers_and_its_memory() -> None:
 def test_what_two_programs_have_no_room_for_is_refused(
     facts: dict[str, Any], params: dict[str, Value], words: str
 ) -> None:
-    one = problem(**facts)
-    reason = search_space.load(TEMPLATE).why_infeasible(variant(one, **{**SMALL, **params}), one, H200)
+    call = problem(**facts)
+    reason = search_space.load(TEMPLATE).why_infeasible(variant(call, **{**SMALL, **params}), call, H200)
     assert reason is not None
     assert words in reason

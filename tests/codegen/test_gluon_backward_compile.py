@@ -56,8 +56,8 @@ def test_the_queries_gradients_are_added_in_memory_and_nothing_waits_in_line() -
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_changed_scores_stay_in_registers() -> None:
-    one = problem(head_dim=64, mask="causal", modifiers=Modifiers(softcap=True, alibi=True))
-    report = inspect(source(one), 90)
+    call = problem(head_dim=64, mask="causal", modifiers=Modifiers(softcap=True, alibi=True))
+    report = inspect(source(call), 90)
     assert report.spilled_bytes <= 32
     assert not [name for name in report.loop if name.startswith(("LDL", "STL"))]
     assert report.loop["MUFU.TANH"] == report.loop["MUFU.EX2"] == 32, "one of each a pair"
@@ -83,9 +83,9 @@ SCORE_MODS = (
 )
 @pytest.mark.exhaustive
 def test_scores_that_a_caller_changes_stay_in_registers(text: str, head_dim: int, most: int, loads: int) -> None:
-    one = problem(head_dim=head_dim, mask="causal", modifiers=Modifiers(score_mod=text))
-    seed = search_space.load(TEMPLATE).seeds_for(one, H200)[0]
-    loop = inspect(render.render(one, seed), 90).loop
+    call = problem(head_dim=head_dim, mask="causal", modifiers=Modifiers(score_mod=text))
+    seed = search_space.load(TEMPLATE).seeds_for(call, H200)[0]
+    loop = inspect(render.render(call, seed), 90).loop
     assert sum(count for name, count in loop.items() if name.startswith("LDL")) <= loads
     assert not [name for name in loop if name.startswith("STL")]
     assert not (text == SLOPES and [name for name in loop if name.startswith("LDG")]), "read once a head"
@@ -130,9 +130,9 @@ def test_the_default_is_not_serialised_and_does_not_spill_in_its_loop() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "traits"), rarely((KINDS[1], KINDS[3]), lambda kind: kind == KINDS[1]), ids=str)
 def test_a_feasible_variant_compiles(kind: dict[str, Any], traits: Traits) -> None:
-    one = problem(**kind)
-    chosen = next(search_space.load(TEMPLATE).feasible(one, H200, random.Random(str(kind))))
-    rendered = render.render(one, chosen, traits)
+    call = problem(**kind)
+    chosen = next(search_space.load(TEMPLATE).feasible(call, H200, random.Random(str(kind))))
+    rendered = render.render(call, chosen, traits)
     adds = {"tma": "cp.reduce.async.bulk.tensor.2d", "threads": "red.relaxed.gpu.global.add.v4.f32"}
     for name in manifest.of(load_module(rendered)).parts:
         compiled = build(rendered, 90, name)
@@ -144,10 +144,10 @@ def test_a_feasible_variant_compiles(kind: dict[str, Any], traits: Traits) -> No
 def test_every_barrier_that_is_made_is_dropped_at_the_end_of_the_kernel(schedule: str, barriers: int) -> None:
     for release in ("named", "mbarrier"):
         text = source(problem(mask="causal"), slot_release=release, schedule=schedule).text
-        made = set(re.findall(r"mbarrier\.init\(([a-z_]+)", text))
+        initialised = set(re.findall(r"mbarrier\.init\(([a-z_]+)", text))
         dropped = set(re.findall(r"mbarrier\.invalidate\(([a-z_]+)", text))
-        assert made == dropped
-        assert len(made) == barriers
+        assert initialised == dropped
+        assert len(initialised) == barriers
         assert "    drop_barriers(" in text[text.rindex("gl.warp_specialize(") :]
 
 
@@ -197,15 +197,15 @@ def test_what_does_not_fit_is_refused_in_words(words: str, params: dict[str, Any
     ],
 )
 def test_what_consumers_that_share_keys_cannot_do_is_refused_in_words(words: str, params: dict[str, Any]) -> None:
-    one = problem(head_dim=192)
-    reason = search_space.load(TEMPLATE).why_infeasible(variant(one, **params), one, H200)
+    call = problem(head_dim=192)
+    reason = search_space.load(TEMPLATE).why_infeasible(variant(call, **params), call, H200)
     assert reason is not None
     assert words in reason
 
 
 def test_no_registers_are_left_for_the_next_scores_beside_gradients_of_256_columns() -> None:
-    one = problem(head_dim=256)
-    reason = search_space.load(TEMPLATE).why_infeasible(variant(one, next_scores="at_once"), one, H200)
+    call = problem(head_dim=256)
+    reason = search_space.load(TEMPLATE).why_infeasible(variant(call, next_scores="at_once"), call, H200)
     assert reason is not None
     assert "serialises" in reason
 
@@ -222,9 +222,9 @@ CHANGES: tuple[dict[str, Any], ...] = (
 @pytest.mark.exhaustive
 def test_files_stand_alone_and_have_short_lines() -> None:
     for kind, traits in KINDS:
-        one = problem(**kind)
+        call = problem(**kind)
         for changes in CHANGES:
-            lines = source(one, traits, **changes).text.splitlines()
+            lines = source(call, traits, **changes).text.splitlines()
             assert not [line for line in lines if line.startswith(("import autoattn", "from autoattn"))]
             assert [line for line in lines if line != line.rstrip()] == []
             assert max(map(len, lines)) <= render.MAX_LINE, (kind, changes)
@@ -291,8 +291,11 @@ def test_gradients_that_must_repeat_to_the_bit_are_added_in_turn_and_others_may_
     points = search_space.load(TEMPLATE)
     for kind in ({}, {"mask": "causal", "head_dim": 64}, {"mask": "window:600,64", "head_dim": 256}):
         loose, strict = problem(**kind), problem(deterministic=True, **kind)
-        seeds = {one.deterministic: points.seeds_for(one, H200) for one in (loose, strict)}
-        orders = {one: {points.params_of(each)["order"] for each in found} for one, found in seeds.items()}
+        seeds = {call.deterministic: points.seeds_for(call, H200) for call in (loose, strict)}
+        orders = {
+            deterministic: {points.params_of(each)["order"] for each in variants}
+            for deterministic, variants in seeds.items()
+        }
         assert "any" in orders[False]
         assert "any" not in orders[True]
         for each in seeds[False]:
@@ -303,9 +306,9 @@ def test_gradients_that_must_repeat_to_the_bit_are_added_in_turn_and_others_may_
 
 @pytest.mark.exhaustive
 def test_one_thread_gives_the_turn_on_behind_all_that_was_added() -> None:
-    one = problem(head_dim=64, deterministic=True)
+    call = problem(head_dim=64, deterministic=True)
     chosen: dict[str, Any] = {"order": "ascending", "BLOCK_M": 64, "next_scores": "own_step", "schedule": "one_tile"}
-    rendered = source(one, **chosen)
+    rendered = source(call, **chosen)
     ptx = build(rendered, 90, "backward_keys").asm["ptx"]
     # The first to come writes, the others add; the TMA unit has done either when the turn goes on.
     walk = rendered.text[rendered.text.index("def take_turns") :]
@@ -320,10 +323,10 @@ def test_one_thread_gives_the_turn_on_behind_all_that_was_added() -> None:
     assert len(turns) == ptx.count("red.release") >= 2, "each consumer's"
     assert ptx.count("cp.reduce.async.bulk.tensor.2d") == ptx.count("cp.async.bulk.tensor.2d.global.shared") >= 2
 
-    ptx = build(source(one, **chosen, summing="threads"), 90, "backward_keys").asm["ptx"]
-    found = ptx.split("ld.acquire.gpu.global.s32")[1:]
-    assert len(found) >= 2, "each consumer's"
-    for step in found:
+    ptx = build(source(call, **chosen, summing="threads"), 90, "backward_keys").asm["ptx"]
+    acquires = ptx.split("ld.acquire.gpu.global.s32")[1:]
+    assert len(acquires) >= 2, "each consumer's"
+    for step in acquires:
         places = [step.index(word) for word in ("bar.arrive", "bar.sync", "red.release")]
         assert places == sorted(places)
         assert "@first red.release" in step
@@ -393,12 +396,12 @@ def test_programs_that_walk_many_tiles_are_as_many_as_sms_and_count_tiles_behind
 
 @pytest.mark.exhaustive
 def test_how_many_programs_stay_on_an_sm_is_part_of_a_kernels_name() -> None:
-    one = source(problem(head_dim=64), schedule="dynamic", order="any")
+    rendered = source(problem(head_dim=64), schedule="dynamic", order="any")
     other = replace(
-        one, text=one.text.replace('PERSISTENT = {"backward_keys": 1}', 'PERSISTENT = {"backward_keys": 2}')
+        rendered, text=rendered.text.replace('PERSISTENT = {"backward_keys": 1}', 'PERSISTENT = {"backward_keys": 2}')
     )
-    assert other.text != one.text
-    assert inspect(other, 90).code != inspect(one, 90).code
+    assert other.text != rendered.text
+    assert inspect(other, 90).code != inspect(rendered, 90).code
 
 
 TWO: dict[str, Any] = {"schedule": "dynamic", "order": "any", "BLOCK_M": 128, "num_stages": 2, "key_stages": 2}
@@ -406,17 +409,17 @@ TWO: dict[str, Any] = {"schedule": "dynamic", "order": "any", "BLOCK_M": 128, "n
 
 @pytest.mark.exhaustive
 def test_keys_of_two_tiles_fit_and_come_before_the_queries_that_see_them() -> None:
-    one = problem(head_dim=64, mask="causal", layout=Layout.PACKED)
-    assert search_space.load(TEMPLATE).why_infeasible(variant(one, **TWO), one, H200) is None
-    report = inspect(source(one, **TWO), 90)
+    call = problem(head_dim=64, mask="causal", layout=Layout.PACKED)
+    assert search_space.load(TEMPLATE).why_infeasible(variant(call, **TWO), call, H200) is None
+    report = inspect(source(call, **TWO), 90)
     assert report.shared_bytes <= H200.shared_bytes_per_block
     assert not [name for name in report.loop if name.startswith(("LDL", "STL"))]
-    text = source(one, **TWO).text
+    text = source(call, **TWO).text
     tile = text[text.index("def load_tile(") : text.index("def produce(")]
     assert tile.index("load_own(") < tile.index("(query_step, [")
     assert text.count("load_own(") == 2
-    made = re.findall(r"mbarrier\.init\((\w+)\.index\(place\)", text)
-    assert {"key_full", "value_full", "key_free", "value_free"} <= set(made)
+    barriers = re.findall(r"mbarrier\.init\((\w+)\.index\(place\)", text)
+    assert {"key_full", "value_full", "key_free", "value_free"} <= set(barriers)
 
 
 @pytest.mark.parametrize("head_dim", rarely((64, 96, 128), lambda head_dim: head_dim == 128))
@@ -424,15 +427,15 @@ def test_keys_of_two_tiles_fit_and_come_before_the_queries_that_see_them() -> No
 def test_programs_that_join_others_leave_no_number_of_a_step_in_memory_and_name_a_block_of_each_head(
     head_dim: int,
 ) -> None:
-    one = problem(head_dim=head_dim, mask="causal")
+    call = problem(head_dim=head_dim, mask="causal")
     chosen: dict[str, Any] = {"schedule": "dynamic", "order": "any", "query_walk": "joined"}
-    assert search_space.load(TEMPLATE).why_infeasible(variant(one, **chosen), one, H200) is None
-    report = inspect(source(one, **chosen), 90)
+    assert search_space.load(TEMPLATE).why_infeasible(variant(call, **chosen), call, H200) is None
+    report = inspect(source(call, **chosen), 90)
     moved = {name: count for name, count in report.loop.items() if name.startswith(("LDL", "STL"))}
     # Beside narrower heads, the entry and the lengths are left in memory before the loop, and loaded there.
     assert sum(moved.values()) <= (0 if head_dim == 128 else 4)
     assert not [name for name in moved if name.startswith("STL")]
-    assert load_module(source(one, **chosen)).turns(4, 32, 4096) == 1 + 4 * 32
+    assert load_module(source(call, **chosen)).turns(4, 32, 4096) == 1 + 4 * 32
 
 
 @pytest.mark.parametrize(
@@ -448,16 +451,16 @@ def test_programs_that_join_others_leave_no_number_of_a_step_in_memory_and_name_
 def test_programs_join_others_only_under_a_diagonal_where_heads_share_keys(
     words: str, facts: dict[str, Any], params: dict[str, Any]
 ) -> None:
-    one = problem(**{"mask": "causal", **facts})
+    call = problem(**{"mask": "causal", **facts})
     chosen = {"schedule": "dynamic", "order": "any", "query_walk": "joined", **params}
-    reason = search_space.load(TEMPLATE).why_infeasible(variant(one, **chosen), one, H200)
+    reason = search_space.load(TEMPLATE).why_infeasible(variant(call, **chosen), call, H200)
     assert reason is not None
     assert words in reason
 
 
 def test_a_program_of_one_tile_has_no_next_keys() -> None:
-    one = problem(head_dim=64)
-    reason = search_space.load(TEMPLATE).why_infeasible(variant(one, **{**TWO, "schedule": "one_tile"}), one, H200)
+    call = problem(head_dim=64)
+    reason = search_space.load(TEMPLATE).why_infeasible(variant(call, **{**TWO, "schedule": "one_tile"}), call, H200)
     assert reason is not None
     assert "has no next keys" in reason
 
@@ -473,8 +476,8 @@ def test_a_program_of_one_tile_has_no_next_keys() -> None:
 def test_what_programs_that_walk_many_tiles_cannot_do_is_refused_in_words(
     words: str, facts: dict[str, Any], params: dict[str, Any]
 ) -> None:
-    one = problem(**facts)
-    reason = search_space.load(TEMPLATE).why_infeasible(variant(one, schedule="dynamic", **params), one, H200)
+    call = problem(**facts)
+    reason = search_space.load(TEMPLATE).why_infeasible(variant(call, schedule="dynamic", **params), call, H200)
     assert reason is not None
     assert words in reason
 

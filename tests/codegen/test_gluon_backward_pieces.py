@@ -35,10 +35,10 @@ BETWEEN: dict[tuple[int, int], tuple[tuple[int, int], tuple[tuple[int, ...], ...
 )
 def test_products_of_head_dims_between_powers_of_two_leave_padding_out(head_dim: int, head_dim_v: int) -> None:
     depths, (queries, *pairs) = BETWEEN[head_dim, head_dim_v]
-    one = problem(head_dim=head_dim, head_dim_v=head_dim_v)
+    call = problem(head_dim=head_dim, head_dim_v=head_dim_v)
     # Each product is once in the text.
     chosen: dict[str, Any] = {"mask_loop": "branch", "schedule": "one_tile", "next_scores": "own_step"}
-    ptx = build(source(one, **chosen), 90, "backward_keys").asm["ptx"]
+    ptx = build(source(call, **chosen), 90, "backward_keys").asm["ptx"]
     expected: Counter[int] = Counter()
     for c in range(2):
         expected[64] += depths[c] if pairs else sum(depths)  # wide heads have one of the two products each

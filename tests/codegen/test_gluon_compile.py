@@ -68,25 +68,25 @@ def test_every_barrier_that_is_made_is_dropped_at_the_end_of_the_kernel() -> Non
     # must hold nothing else before it is dropped (PTX, mbarrier.init): the card lost tiles when it switched processes.
     for softmax in ("vote", "first_max"):
         for schedule in ("one_tile", "dynamic"):
-            one = problem(head_dim=128, mask="causal")
+            call = problem(head_dim=128, mask="causal")
             output: dict[str, Any] = {"query_stages": 1} | (
                 {"output_buffer": "shared"} if schedule == "one_tile" else {}
             )
-            text = source(one, softmax=softmax, schedule=schedule, slot_release="named", **output).text
-            made = set(re.findall(r"mbarrier\.init\(([a-z_]+)", text))
+            text = source(call, softmax=softmax, schedule=schedule, slot_release="named", **output).text
+            initialised = set(re.findall(r"mbarrier\.init\(([a-z_]+)", text))
             dropped = set(re.findall(r"mbarrier\.invalidate\(([a-z_]+)", text))
-            assert made == dropped
-            assert len(made) == (8 if schedule == "dynamic" else 6)
+            assert initialised == dropped
+            assert len(initialised) == (8 if schedule == "dynamic" else 6)
             assert "    drop_barriers(" in text[text.rindex("gl.warp_specialize(") :]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "traits"), rarely(KINDS[::2], lambda kind: kind in KINDS[2::8]), ids=str)
 def test_a_feasible_variant_compiles(kind: dict[str, Any], traits: Traits) -> None:
-    one = problem(**kind)
+    call = problem(**kind)
     points = search_space.load(TEMPLATE)
-    chosen = next(points.feasible(one, H200, random.Random(str(kind))))
-    rendered = render.render(one, chosen, traits)
+    chosen = next(points.feasible(call, H200, random.Random(str(kind))))
+    rendered = render.render(call, chosen, traits)
     compiled = build(rendered, 90)
     assert "cp.async.bulk.tensor.4d.shared" in compiled.asm["ptx"], chosen
     assert "wgmma.mma_async" in compiled.asm["ptx"], chosen
@@ -101,14 +101,14 @@ OFTEN = (1,)  # kinds whose first seed each run compiles
 @cache
 def early_seeds() -> tuple[tuple[Variant, ...], ...]:
     """Of each kind the seed that is tried first, and of the next few those that no kind before it has."""
-    found: list[tuple[Variant, ...]] = []
+    seeds_by_kind: list[tuple[Variant, ...]] = []
     known: set[tuple[tuple[str, Value], ...]] = set()
     for kind, _ in KINDS:
         tried = search_space.load(TEMPLATE).seeds_for(problem(**kind), H200)[:EARLY]
         loops = {tuple(pair for pair in seed.params if pair[0] != ORDER): seed for seed in reversed(tried)}
-        found.append(tuple(seed for loop, seed in loops.items() if seed is tried[0] or loop not in known))
+        seeds_by_kind.append(tuple(seed for loop, seed in loops.items() if seed is tried[0] or loop not in known))
         known |= set(loops)
-    return tuple(found)
+    return tuple(seeds_by_kind)
 
 
 @pytest.mark.slow
@@ -165,8 +165,8 @@ def test_the_loop_that_adds_values_key_by_key_is_not_taken_for_one_that_masks() 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_changed_scores_stay_in_registers() -> None:
-    one = problem(head_dim=64, mask="causal", modifiers=Modifiers(softcap=True, alibi=True, sinks=True))
-    report = inspect(source(one), 90)
+    call = problem(head_dim=64, mask="causal", modifiers=Modifiers(softcap=True, alibi=True, sinks=True))
+    report = inspect(source(call), 90)
     assert not [name for name in report.loop if name.startswith(("LDL", "STL"))]
     assert report.loop["MUFU.TANH"] == 32, "one a pair"
 
@@ -187,9 +187,9 @@ IDS = ["positions", "documents", "tanh", "table", "slopes"]
 @pytest.mark.parametrize(("text", "most"), rarely(SCORE_MODS, lambda case: case[0] == TABLE), ids=IDS)
 @pytest.mark.exhaustive
 def test_scores_that_a_caller_changes_stay_in_registers(text: str, most: int) -> None:
-    one = problem(head_dim=128, mask="causal", modifiers=Modifiers(score_mod=text))
-    seed = search_space.load(TEMPLATE).seeds_for(one, H200)[0]
-    loop = inspect(render.render(one, seed, Traits(lse=True)), 90).loop
+    call = problem(head_dim=128, mask="causal", modifiers=Modifiers(score_mod=text))
+    seed = search_space.load(TEMPLATE).seeds_for(call, H200)[0]
+    loop = inspect(render.render(call, seed, Traits(lse=True)), 90).loop
     assert not [name for name in loop if name.startswith(("LDL", "STL"))]
     assert not (text == SLOPES and [name for name in loop if name.startswith("LDG")]), "read once a tile"
     assert sum(loop.values()) <= most * 64 * int(seed["BLOCK_N"]) // 128
@@ -273,15 +273,15 @@ def test_on_the_cpu_it_is_loaded_for_the_interpreter_of_gluon() -> None:
 # --- the file and its launch ------------------------------------------------------------------------------------------
 
 
-def launched(one: Problem, rendered: Source, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def launched(problem: Problem, rendered: Source, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """(grid, arguments by name) of each launch."""
     fake_device.set_context(monkeypatch)
     calls: list[Any] = []
     module = load_module(rendered)
     facts: dict[str, Any] = {"source": rendered, "module": module, "device": torch.device("cpu"), "sm_count": 2}
-    operands = inputs.make(one, device=torch.device("cpu"), generator=torch.Generator().manual_seed(0))
-    output = forward.empty_output(one, operands.query)
-    forward.launch(Kernel(compiled=Spy("main", calls), **facts), one, operands, output, None)
+    operands = inputs.make(problem, device=torch.device("cpu"), generator=torch.Generator().manual_seed(0))
+    output = forward.empty_output(problem, operands.query)
+    forward.launch(Kernel(compiled=Spy("main", calls), **facts), problem, operands, output, None)
     return [(grid, dict(zip(module.SIGNATURE, values, strict=True))) for _, grid, values in calls]
 
 
@@ -289,9 +289,9 @@ SMALL: dict[str, Any] = {"dtype": DType.FLOAT16, "batch": 1, "heads_q": 4, "head
 
 
 def test_a_launch_describes_its_tensors_and_brings_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = kernels.problem(**SMALL, head_dim=72, mask=Mask.parse("causal"), layout=Layout.BSHD)
+    call = kernels.problem(**SMALL, head_dim=72, mask=Mask.parse("causal"), layout=Layout.BSHD)
     rendered = source(problem(head_dim=72, mask="causal"), BLOCK_M=128, schedule="dynamic")
-    ((grid, given),) = launched(one, rendered, monkeypatch)
+    ((grid, given),) = launched(call, rendered, monkeypatch)
     assert grid == (2, 1, 1)
     described = given["query_low"]
     assert given["query_high"] == described, "one tensor, read in two boxes"
@@ -305,9 +305,9 @@ def test_a_launch_describes_its_tensors_and_brings_zeros(monkeypatch: pytest.Mon
 
 
 def test_each_launch_has_its_own_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = kernels.problem(**SMALL, head_dim=64)
+    call = kernels.problem(**SMALL, head_dim=64)
     rendered = source(problem(head_dim=64), softmax="online")
-    (one_launch,), (other,) = (launched(one, rendered, monkeypatch) for _ in range(2))
+    (one_launch,), (other,) = (launched(call, rendered, monkeypatch) for _ in range(2))
     assert one_launch[1]["scratch_ptr"].numel() == 2, "only the counters of tiles and of programs"
     assert one_launch[1]["scratch_ptr"] is not other[1]["scratch_ptr"]
 
@@ -321,14 +321,14 @@ def test_a_kernel_that_cannot_go_wrong_is_launched_without_scratch(monkeypatch: 
 
 
 def test_a_packed_launch_needs_no_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = kernels.problem(**SMALL, head_dim=64, layout=Layout.PACKED, tokens_q=500, tokens_kv=600, mask="causal")
-    one = replace(one, batch=3)
+    call = kernels.problem(**SMALL, head_dim=64, layout=Layout.PACKED, tokens_q=500, tokens_kv=600, mask="causal")
+    call = replace(call, batch=3)
     rendered = source(problem(head_dim=64, mask="causal", layout=Layout.PACKED), BLOCK_M=128, schedule="one_tile")
-    ((grid, arguments),) = launched(one, rendered, monkeypatch)
+    ((grid, arguments),) = launched(call, rendered, monkeypatch)
     tiles = 4 * (500 // 128 + 3 + 1)
     assert grid == (tiles, 1, 1)
     assert arguments["scratch_ptr"].numel() >= 2 + tiles
-    assert arguments["cu_seqlens_q_ptr"].tolist() == [0, *torch.tensor(one.lengths()).cumsum(0)[:, 0]]
+    assert arguments["cu_seqlens_q_ptr"].tolist() == [0, *torch.tensor(call.lengths()).cumsum(0)[:, 0]]
     assert arguments["output_ptr"].shape == (1, 4, 500, 64)
     assert arguments["query"].shape == (1, 4, 500, 64)
     assert (arguments["tokens_q"], arguments["tokens_kv"], arguments["batch"]) == (500, 600, 3)
@@ -357,15 +357,15 @@ def test_the_template_is_for_the_releases_of_triton_that_its_space_names(
     installed: str, serves: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(triton_release, "installed", lambda: installed)
-    points, one = search_space.load(TEMPLATE), kernels.problem(head_dim=128, seq_q=4096, seq_kv=4096)
-    assert bool(points.seeds_for(one, H200)) is serves
-    assert (next(points.feasible(one, H200), None) is not None) is serves
-    found = cache_lookup.explain(one, H200, tmp_path)
-    assert found.variant is not None
-    assert found.variant.template == (TEMPLATE if serves else "triton/forward")
+    points, call = search_space.load(TEMPLATE), kernels.problem(head_dim=128, seq_q=4096, seq_kv=4096)
+    assert bool(points.seeds_for(call, H200)) is serves
+    assert (next(points.feasible(call, H200), None) is not None) is serves
+    explanation = cache_lookup.explain(call, H200, tmp_path)
+    assert explanation.variant is not None
+    assert explanation.variant.template == (TEMPLATE if serves else "triton/forward")
     said = [
         step
-        for step in found.steps
+        for step in explanation.steps
         if f"written for Triton 3.6, 3.7, 3.8 or 3.9, whose language moves, and this is {installed}" in step
     ]
     assert bool(said) is not serves

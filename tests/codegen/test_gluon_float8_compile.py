@@ -54,10 +54,10 @@ def test_weights_become_a_factor_where_they_are(softmax: str) -> None:
     ),
 )
 def test_seeds_compile_with_what_is_launched_around_them(dims: tuple[int, int], mask: str) -> None:
-    one = problem(head_dim=dims[0], head_dim_v=dims[1], mask=mask)
-    seeds = search_space.load(TEMPLATE).seeds_for(one, H200)
+    call = problem(head_dim=dims[0], head_dim_v=dims[1], mask=mask)
+    seeds = search_space.load(TEMPLATE).seeds_for(call, H200)
     assert seeds
-    rendered = render.render(one, seeds[0], Traits(alignment=16, lse=True))
+    rendered = render.render(call, seeds[0], Traits(alignment=16, lse=True))
     assert inspect(rendered, 90).loop
     before = build(rendered, 90, "forward_before").asm["ptx"]
     assert "ld.global.b32" in before, "four values at a time"
@@ -71,23 +71,25 @@ def test_values_are_turned_into_room_of_their_own_before_each_launch(monkeypatch
     module = load_module(rendered)
     facts: dict[str, Any] = {"source": rendered, "module": module, "device": torch.device("cpu"), "sm_count": 2}
     kernel = Kernel(compiled=Spy("main", calls), before=Kernel(compiled=Spy("before", calls), **facts), **facts)
-    one = problem(head_dim=80, mask="causal", batch=2, heads_q=4, heads_kv=2, seq_q=200, seq_kv=301, layout=Layout.BSHD)
-    operands = inputs.make(one, device=torch.device("cpu"), generator=torch.Generator().manual_seed(0))
-    output = forward.empty_output(one, operands.query)
+    call = problem(
+        head_dim=80, mask="causal", batch=2, heads_q=4, heads_kv=2, seq_q=200, seq_kv=301, layout=Layout.BSHD
+    )
+    operands = inputs.make(call, device=torch.device("cpu"), generator=torch.Generator().manual_seed(0))
+    output = forward.empty_output(call, operands.query)
     for _ in range(2):
-        forward.launch(kernel, one, operands, output, None)
+        forward.launch(kernel, call, operands, output, None)
     assert [(name, grid) for name, grid, _ in calls] == 2 * [("before", (2 * 2 * 3, 1, 1)), ("main", (2, 1, 1))]
-    found = [dict(zip(module.SIGNATURE, arguments, strict=True)) for _, _, arguments in calls]
-    rooms = [arguments["value_columns_ptr"] for arguments in found]
+    launches = [dict(zip(module.SIGNATURE, arguments, strict=True)) for _, _, arguments in calls]
+    rooms = [arguments["value_columns_ptr"] for arguments in launches]
     assert rooms[0].shape == (2, 2, 80, 304), "keys in groups of 16"
     assert rooms[0].dtype is torch.float8_e4m3fn
     assert rooms[0] is rooms[1]
     assert rooms[1] is not rooms[2]
-    described = found[1]["value_columns"]
+    described = launches[1]["value_columns"]
     assert (described.address, described.shape) == (rooms[0].data_ptr(), (2, 2, 80, 304))
     assert described.strides == (2 * 80 * 304, 80 * 304, 304, 1)
-    assert found[0]["value_ptr"] is operands.value
-    assert found[0]["query_scale_ptr"] is operands.query_scale
+    assert launches[0]["value_ptr"] is operands.value
+    assert launches[0]["query_scale_ptr"] is operands.query_scale
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Value]]] = {

@@ -48,10 +48,10 @@ PIECED = pytest.mark.parametrize(("kind", "params"), KINDS, ids=str)
 
 def rendered(kind: dict[str, Any], params: dict[str, Value], traits: Traits | None = None) -> Source:
     """A feasible variant: what the space's first base says, changed."""
-    points, one = search_space.load(TEMPLATE), problem(**kind)
+    points, call = search_space.load(TEMPLATE), problem(**kind)
     variant = points.variant(points.seeds[-1][1] | BASE | params)
-    assert points.why_infeasible(variant, one, H200) is None
-    return render.render(one, variant, traits)
+    assert points.why_infeasible(variant, call, H200) is None
+    return render.render(call, variant, traits)
 
 
 BASE: dict[str, Value] = {
@@ -70,11 +70,11 @@ def boxes(source: Source, tensor: str) -> list[list[int]]:
 def test_boxes_hold_a_block_and_no_more_padding_than_two_powers_of_two(
     kind: dict[str, Any], params: dict[str, Value]
 ) -> None:
-    source, one = rendered(kind, params), problem(**kind)
+    source, call = rendered(kind, params), problem(**kind)
     held = {64: 64, 72: 80, 80: 80, 96: 96, 128: 128, 192: 192, 256: 256}
-    width, width_v = held[one.head_dim], held[one.head_dim_v]
+    width, width_v = held[call.head_dim], held[call.head_dim_v]
     if source.variant.as_dict().get("HEAD_SPLIT") == 2:
-        width_v = one.head_dim_v_padded
+        width_v = call.head_dim_v_padded
     block_n = int(source.variant["BLOCK_N"])
     for tensor, rows, elements in (
         ("query", 64, width),
@@ -82,9 +82,9 @@ def test_boxes_hold_a_block_and_no_more_padding_than_two_powers_of_two(
         ("value", block_n, width_v),
         ("output", 64, width_v),
     ):
-        found = boxes(source, tensor)
-        assert sum(math.prod(box) for box in found) == rows * elements
-        assert all(size & (size - 1) == 0 for box in found for size in box), "the compiler takes powers of two"
+        pieces = boxes(source, tensor)
+        assert sum(math.prod(box) for box in pieces) == rows * elements
+        assert all(size & (size - 1) == 0 for box in pieces for size in box), "the compiler takes powers of two"
 
 
 @PIECED
@@ -100,14 +100,14 @@ def test_barriers_expect_the_bytes_of_all_boxes_that_are_asked_for(
         assert expected is not None
         load = re.escape(triton_release.gluon_names(triton_release.installed_release()).tma_load)
         box = rf"{load}\({stem}(\[\d\])?, .*?{ring}(\[\d\])?\.index"
-        asked = re.findall(box, body[0], re.DOTALL)
-        assert [place for place, _ in asked] == [room for _, room in asked]
-        assert len(set(asked)) == len(boxes(source, stem))
+        loads = re.findall(box, body[0], re.DOTALL)
+        assert [place for place, _ in loads] == [room for _, room in loads]
+        assert len(set(loads)) == len(boxes(source, stem))
         if expected[1] != f"{stem}.block_type.nbytes":
             numbers = re.sub(r"[A-Z_]+", lambda name: str(getattr(load_module(source), name[0]).value), expected[1])
             assert eval(numbers) == sum(2 * math.prod(box) for box in boxes(source, stem))
         else:
-            assert asked == [("", "")]
+            assert loads == [("", "")]
 
 
 @pytest.mark.slow
@@ -115,12 +115,12 @@ def test_barriers_expect_the_bytes_of_all_boxes_that_are_asked_for(
 def test_products_are_as_many_as_the_pieces_need_and_run_side_by_side(
     kind: dict[str, Any], params: dict[str, Value]
 ) -> None:
-    source, one = rendered(kind, params, Traits(lse=True)), problem(**kind)
+    source, call = rendered(kind, params, Traits(lse=True)), problem(**kind)
     loop = inspect(source, 90).loop
     scores = sum(width // 16 for _, width in boxes(source, "key"))
     sums = sum(rows // 16 for rows, _ in boxes(source, "value"))
     products = sum(count for name, count in loop.items() if name.startswith("HGMMA"))
-    assert products == scores + sums, one
+    assert products == scores + sums, call
     assert loop["WARPGROUP.ARRIVE"] == len(boxes(source, "key")) + len(boxes(source, "value"))
 
 
@@ -158,14 +158,14 @@ def test_what_cannot_work_is_refused_in_words(words: str) -> None:
 @pytest.mark.parametrize("mask", ["blocks:128x128,0.5", "blocks:64x64,0.5", "blocks:128x64,0.1"])
 @pytest.mark.parametrize("dims", [(72, 72), (80, 80), (96, 96), (160, 160), (192, 192), (192, 128)])
 def test_untuned_block_tables_run_or_are_tuned_with_head_dims_in_pieces(dims: tuple[int, int], mask: str) -> None:
-    one = problem(head_dim=dims[0], head_dim_v=dims[1], mask=mask)
-    default = search_space.load(TEMPLATE).default(one, H200)
+    call = problem(head_dim=dims[0], head_dim_v=dims[1], mask=mask)
+    default = search_space.load(TEMPLATE).default(call, H200)
     assert default.as_dict()["HEAD_SPLIT"] == 1
     assert (default["num_stages"] >= 2, default["overlap"]) == (True, 1)
     # The portfolio may put another template first: it takes block tables for problems of their sizes.
     assert any(
         (variant.template, variant.as_dict().get("HEAD_SPLIT")) == (TEMPLATE, 1)
-        for variant in portfolio.starters_for(one, H200)
+        for variant in portfolio.starters_for(call, H200)
     )
 
 
@@ -186,10 +186,10 @@ def test_descriptors_go_by_the_tensor_whose_boxes_they_are() -> None:
 
 
 def test_kernels_from_before_pieces_keep_their_variants_and_texts() -> None:
-    points, one = search_space.load(TEMPLATE), problem(head_dim=80)
-    whole = points.variant({**points.default(one, H200).as_dict(), "HEAD_SPLIT": 0})
+    points, call = search_space.load(TEMPLATE), problem(head_dim=80)
+    whole = points.variant({**points.default(call, H200).as_dict(), "HEAD_SPLIT": 0})
     assert "HEAD_SPLIT" not in whole.as_dict()
-    text = render.render(one, whole).text
+    text = render.render(call, whole).text
     assert "HEAD_SPLIT" not in text
     assert "_low" not in text
     assert "key_rest" not in text

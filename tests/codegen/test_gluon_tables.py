@@ -38,10 +38,10 @@ def listing(cubin: bytes, folder: Path) -> tuple[list[str], list[list[int]], int
     code: list[tuple[str, str]] = []
     labels: dict[str, int] = {}
     for line in said.stdout.splitlines():
-        if found := LABEL.match(line.strip()):
-            labels[found[1]] = len(code)
-        elif found := INSTRUCTION.match(line):
-            code.append((found[1], found[2]))
+        if match := LABEL.match(line.strip()):
+            labels[match[1]] = len(code)
+        elif match := INSTRUCTION.match(line):
+            code.append((match[1], match[2]))
     before: list[list[int]] = [[] for _ in code]
     for place, (text, rest) in enumerate(code):
         bare = re.sub(r"^@!?U?P\d+ ", "", text)
@@ -58,15 +58,15 @@ def never_made(code: list[str], before: list[list[int]], roles: int) -> list[str
     """Products with a descriptor that some way from the beginning of their role does not make."""
     writers: dict[int, set[int]] = {}
     for place, text in enumerate(code):
-        if found := WRITTEN.match(text):
-            wide = ".64" in found[2] or "WIDE" in found[2]
-            for register in range(int(found[3]), int(found[3]) + 1 + wide):
+        if match := WRITTEN.match(text):
+            wide = ".64" in match[2] or "WIDE" in match[2]
+            for register in range(int(match[3]), int(match[3]) + 1 + wide):
                 writers.setdefault(register, set()).add(place)
     lost = []
     for place, text in enumerate(code):
-        if (found := re.search(r"gdesc\[UR(\d+)\]", text)) and text.startswith("HGMMA"):
-            first = int(found[1]) + (2 if re.match(r"HGMMA\S* R\d+, R\d+, gdesc", text) else 0)
-            for register in range(first, int(found[1]) + 4):
+        if (match := re.search(r"gdesc\[UR(\d+)\]", text)) and text.startswith("HGMMA"):
+            first = int(match[1]) + (2 if re.match(r"HGMMA\S* R\d+, R\d+, gdesc", text) else 0)
+            for register in range(first, int(match[1]) + 4):
                 seen, ways = set(), list(before[place])
                 while ways:
                     way = ways.pop()

@@ -26,31 +26,31 @@ def problem(**changes: Any) -> Problem:
     return kernels.problem(**{**sizes, "dtype": DType.BFLOAT16, **changes})
 
 
-def variant(one: Problem, **changes: Value) -> Variant:
-    return Variant.of(TEMPLATE, search_space.load(TEMPLATE).default(one, H200).as_dict() | changes)
+def variant(problem: Problem, **changes: Value) -> Variant:
+    return Variant.of(TEMPLATE, search_space.load(TEMPLATE).default(problem, H200).as_dict() | changes)
 
 
-def source(one: Problem, **changes: Value) -> Source:
-    return render.render(one, variant(one, **changes), render.natural_traits(one, lse=True))
+def source(problem: Problem, **changes: Value) -> Source:
+    return render.render(problem, variant(problem, **changes), render.natural_traits(problem, lse=True))
 
 
 @pytest.mark.parametrize("layout", [Layout.BHSD, Layout.BSHD])
 @pytest.mark.parametrize(("together", "teams"), [(2, 3), (4, 2), (8, 1)])
 def test_the_heads_of_a_tile_end_where_their_group_does(together: int, teams: int, layout: Layout) -> None:
     """The TMA unit must neither read nor write heads of the next group, of which there are six each."""
-    one = problem(layout=layout)
-    module = load_module(source(one, BLOCK_M=64, schedule="one_tile", output_buffer="shared", PACK_GQA=together))
-    operands = inputs.make(one, device=torch.device("cpu"), generator=torch.Generator().manual_seed(0))
-    output = forward.empty_output(one, operands.query)
+    call = problem(layout=layout)
+    module = load_module(source(call, BLOCK_M=64, schedule="one_tile", output_buffer="shared", PACK_GQA=together))
+    operands = inputs.make(call, device=torch.device("cpu"), generator=torch.Generator().manual_seed(0))
+    output = forward.empty_output(call, operands.query)
     kernel = Kernel(source=None, module=module, compiled=None, device=torch.device("cpu"), sm_count=132)  # type: ignore[arg-type]
-    passed = forward.launch_arguments(kernel, one, operands, output, None)
+    passed = forward.launch_arguments(kernel, call, operands, output, None)
     for name, tensor in (("query", operands.query), ("output", output)):
-        made = passed[name]
-        assert isinstance(made, Descriptor)
-        assert made.shape == (2, 2, 6, 100, 64)
-        assert made.strides[1:3] == (6 * tensor.stride(1), tensor.stride(1))
+        descriptor = passed[name]
+        assert isinstance(descriptor, Descriptor)
+        assert descriptor.shape == (2, 2, 6, 100, 64)
+        assert descriptor.strides[1:3] == (6 * tensor.stride(1), tensor.stride(1))
         assert module.DESCRIPTORS[name][0] == [1, 1, together, 64 // together, 64]
-    assert forward.launch_grid(kernel, one, operands.query) == (2 * 2 * teams * -(-100 * together // 64),)
+    assert forward.launch_grid(kernel, call, operands.query) == (2 * 2 * teams * -(-100 * together // 64),)
     key = passed["key"]
     assert isinstance(key, Descriptor)
     assert key.shape == (2, 2, 200, 64)
@@ -58,8 +58,8 @@ def test_the_heads_of_a_tile_end_where_their_group_does(together: int, teams: in
 
 @pytest.mark.exhaustive
 def test_it_costs_the_loop_over_whole_blocks_nothing() -> None:
-    one = gluon_kernels.problem(head_dim=128, mask="causal")
-    alone, together = (gluon_kernels.source(one, softmax="vote", PACK_GQA=count) for count in (1, 4))
+    call = gluon_kernels.problem(head_dim=128, mask="causal")
+    alone, together = (gluon_kernels.source(call, softmax="vote", PACK_GQA=count) for count in (1, 4))
     loops = [inspect(rendered, 90).loop for rendered in (alone, together)]
     assert abs(sum(loops[1].values()) - sum(loops[0].values())) < 16
     ptx = build(together, 90).asm["ptx"]
@@ -78,8 +78,8 @@ def test_it_costs_the_loop_over_whole_blocks_nothing() -> None:
     ids=str,
 )
 def test_what_cannot_work_is_refused_in_words(kind: dict[str, Any], together: int, words: str) -> None:
-    one = problem(**kind)
+    call = problem(**kind)
     points = search_space.load(TEMPLATE)
-    reason = points.why_infeasible(variant(one, PACK_GQA=together), one, H200)
+    reason = points.why_infeasible(variant(call, PACK_GQA=together), call, H200)
     assert reason is not None
     assert words in reason

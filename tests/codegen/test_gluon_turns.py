@@ -40,19 +40,21 @@ class Number(int):
 
 
 LANGUAGE = SimpleNamespace(
-    cdiv=lambda one, other: (Number(one) + (other - 1)) // other,
-    minimum=lambda one, other: Number(min(one, other)),
-    maximum=lambda one, other: Number(max(one, other)),
-    where=lambda test, one, other: one if test else other,
+    cdiv=lambda dividend, divisor: (Number(dividend) + (divisor - 1)) // divisor,
+    minimum=lambda first, second: Number(min(first, second)),
+    maximum=lambda first, second: Number(max(first, second)),
+    where=lambda test, chosen, otherwise: chosen if test else otherwise,
 )
 
 
 def functions_of(module: Any) -> SimpleNamespace:
     """The module's functions of numbers alone, in Python."""
-    names = {name: one.value if isinstance(one, tl.constexpr) else one for name, one in vars(module).items()}
+    names = {
+        name: member.value if isinstance(member, tl.constexpr) else member for name, member in vars(module).items()
+    }
     names["gl"] = LANGUAGE
-    found = ("place_of", "blocks_of", "turn_of")
-    return SimpleNamespace(**{name: FunctionType(getattr(module, name).fn.__code__, names) for name in found})
+    functions = ("place_of", "blocks_of", "turn_of")
+    return SimpleNamespace(**{name: FunctionType(getattr(module, name).fn.__code__, names) for name in functions})
 
 
 MASKS = (
@@ -69,20 +71,20 @@ MASKS = (
 def test_a_turn_is_the_number_of_earlier_programs_that_add(mask: str, head_dim: int, order: str) -> None:
     for group in (1, 4):
         for block in (64, 128) if head_dim == 64 else (64,):
-            one = hopper_gradients.problem(mask=mask, head_dim=head_dim, deterministic=True)
-            source = hopper_gradients.source(one, order=order, HEAD_GROUP=group, BLOCK_M=block)
+            problem = hopper_gradients.problem(mask=mask, head_dim=head_dim, deterministic=True)
+            source = hopper_gradients.source(problem, order=order, HEAD_GROUP=group, BLOCK_M=block)
             functions = functions_of(load_module(source))
             for lengths in ((1000, 1000), (1, 700), (700, 1), (513, 1025), (1100, 300), (64, 64)):
-                check(functions, one.mask, *lengths, source.text)
+                check(functions, problem.mask, *lengths, source.text)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("mask", ["full", "causal", "window:600,64", "window:600,-1", "window:-1,90", "window:1023,0"])
 def test_early_seeds_let_no_program_wait_for_the_whole_walk_of_another(mask: str, head_dim: int) -> None:
-    one = hopper_gradients.problem(mask=mask, head_dim=head_dim, seq_kv=4096, deterministic=True)
-    for chosen in search_space.load(hopper_gradients.TEMPLATE).seeds_for(one, hopper_gradients.H200)[:2]:
-        functions = functions_of(load_module(render.render(one, chosen)))
-        sizes, bounds = [Number(size) for size in (1, 1, 1, 4096, 4096)], bounds_of(one.mask, 0)
+    problem = hopper_gradients.problem(mask=mask, head_dim=head_dim, seq_kv=4096, deterministic=True)
+    for chosen in search_space.load(hopper_gradients.TEMPLATE).seeds_for(problem, hopper_gradients.H200)[:2]:
+        functions = functions_of(load_module(render.render(problem, chosen)))
+        sizes, bounds = [Number(size) for size in (1, 1, 1, 4096, 4096)], bounds_of(problem.mask, 0)
         programs = 4096 // (64 if head_dim == 256 else 128)
         ends: dict[int, int] = {}  # of the last addition to each block, in steps
         longest = last = 0

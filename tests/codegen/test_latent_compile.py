@@ -24,14 +24,14 @@ def problem(text: str, **facts: Any) -> Problem:
     return latent_kernels.problem(text, **SIZES | facts)
 
 
-def why_not(one: Problem, **changes: Any) -> str:
+def why_not(problem: Problem, **changes: Any) -> str:
     """Why a variant is infeasible on an H200."""
-    found = latent_kernels.variant(**{"byte_stages": 2 if one.caches_float8 else 1, **changes})
-    return search_space.load(TEMPLATE).why_infeasible(found, one, H200) or ""
+    variant = latent_kernels.variant(**{"byte_stages": 2 if problem.caches_float8 else 1, **changes})
+    return search_space.load(TEMPLATE).why_infeasible(variant, problem, H200) or ""
 
 
 @pytest.mark.parametrize(
-    ("one", "words"),
+    ("problem", "words"),
     [
         (problem("paged:16,latent"), "from one page"),
         (problem("paged:48,latent"), "from one page"),
@@ -44,9 +44,9 @@ def why_not(one: Problem, **changes: Any) -> str:
     ],
     ids=str,
 )
-def test_other_calls_are_left_to_triton_in_words(one: Problem, words: str) -> None:
-    assert words in why_not(one)
-    assert portfolio.default(one, H200).template == "triton/forward"
+def test_other_calls_are_left_to_triton_in_words(problem: Problem, words: str) -> None:
+    assert words in why_not(problem)
+    assert portfolio.default(problem, H200).template == "triton/forward"
 
 
 @pytest.mark.parametrize(
@@ -127,13 +127,13 @@ DEFAULTS: tuple[tuple[str, dict[str, Any]], ...] = (  # of more than 16 rows, wh
 def test_defaults_of_many_rows_keep_the_loop_in_registers_and_fill_the_shared_memory_of_one_program(
     text: str, facts: dict[str, Any]
 ) -> None:
-    one = problem(text, **facts)
-    default = search_space.load(TEMPLATE).default(one, H200)
-    report = compiler.inspect(render.render(one, default), H200.arch)
+    call = problem(text, **facts)
+    default = search_space.load(TEMPLATE).default(call, H200)
+    report = compiler.inspect(render.render(call, default), H200.arch)
     assert report.spilled_bytes <= (8 if triton_release.installed_release() == "3.6" else 40)  # outside of the loop
     assert not any(opcode.startswith(("LDL", "STL")) for opcode in report.loop)
     products = {opcode: count for opcode, count in report.loop.items() if opcode.startswith("HGMMA")}
-    keys = 32 if one.caches_float8 else 64
+    keys = 32 if call.caches_float8 else 64
     # [64, 576] x [576, keys], and [64, keys] x [keys, 256] from weights in registers
     assert sorted(products.values()) == sorted([576 // 16, keys // 16])
     assert H200.shared_bytes_per_block - 16 * 1024 < report.shared_bytes <= H200.shared_bytes_per_block
@@ -141,9 +141,9 @@ def test_defaults_of_many_rows_keep_the_loop_in_registers_and_fill_the_shared_me
 
 @pytest.mark.parametrize(("text", "rows"), diagonal(("paged:64,latent", "paged:64,float8_e4m3,latent"), (16, 32)))
 def test_few_rows_are_the_columns_of_products(text: str, rows: int) -> None:
-    one = problem(text, seq_q=rows // 16)
-    stages = {"num_stages": 1, "byte_stages": 3} if one.caches_float8 else {}
-    report = compiler.inspect(latent_kernels.source(one, BLOCK_M=rows, BLOCK_N=64, **stages), H200.arch)
+    call = problem(text, seq_q=rows // 16)
+    stages = {"num_stages": 1, "byte_stages": 3} if call.caches_float8 else {}
+    report = compiler.inspect(latent_kernels.source(call, BLOCK_M=rows, BLOCK_N=64, **stages), H200.arch)
     products = {opcode for opcode in report.loop if opcode.startswith("HGMMA")}
     assert {opcode.split(".")[1] for opcode in products} == {f"64x{rows}x16"}
     # [64, 576] x [576, rows], and four times [64, 64] x [64, rows]
@@ -151,8 +151,8 @@ def test_few_rows_are_the_columns_of_products(text: str, rows: int) -> None:
 
 
 def test_float8_becomes_float16_two_numbers_at_a_time() -> None:
-    one = problem("paged:64,float8_e4m3,latent")
-    source = latent_kernels.source(one, byte_stages=4)
+    call = problem("paged:64,float8_e4m3,latent")
+    source = latent_kernels.source(call, byte_stages=4)
     ptx = compiler.build(source, 90).asm["ptx"]
     assert ptx.count("cvt.rn.f16x2.e4m3x2") == 32 * 576 // 2 // 128
     assert "ELEMENT = gl.constexpr(gl.float16)" in source.text

@@ -30,9 +30,9 @@ RUNNING = [torch.float32, torch.bfloat16]
 @pytest.mark.parametrize("running", rarely(RUNNING, lambda running: running is torch.float32))
 @pytest.mark.parametrize("facts", rarely(HOPPER, lambda facts: facts is HOPPER[1]), ids=str)
 def test_a_kernel_of_gluon_keeps_what_it_merges_in_registers(facts: dict[str, Any], running: torch.dtype) -> None:
-    one = gluon_kernels.problem(**facts)
-    traits = merged.traits_for(render.natural_traits(one), one, running)
-    report = compiler.inspect(gluon_kernels.source(one, traits), 90)
+    problem = gluon_kernels.problem(**facts)
+    traits = merged.traits_for(render.natural_traits(problem), problem, running)
+    report = compiler.inspect(gluon_kernels.source(problem, traits), 90)
     # Of a thread: 24 to 176 with Triton 3.6, where the same kernels that do not merge have 40 to 128.
     assert report.spilled_bytes <= 192
     assert report.shared_bytes <= gluon_kernels.H200.shared_bytes_per_block
@@ -40,7 +40,7 @@ def test_a_kernel_of_gluon_keeps_what_it_merges_in_registers(facts: dict[str, An
 
 @pytest.mark.parametrize(("arch", "chosen"), diagonal([80, 90], [{"SPLITS": 4}, {"PERSISTENT": 1}]), ids=str)
 def test_a_kernel_of_triton_compiles(arch: int, chosen: dict[str, Any]) -> None:
-    one = kernels.problem(dtype=DType.BFLOAT16, head_dim=64, mask="causal")
-    traits = merged.traits_for(render.natural_traits(one), one, torch.float32)
-    source = kernels.source(one, traits, BLOCK_M=64, BLOCK_N=64, num_warps=4, **chosen)
+    problem = kernels.problem(dtype=DType.BFLOAT16, head_dim=64, mask="causal")
+    traits = merged.traits_for(render.natural_traits(problem), problem, torch.float32)
+    source = kernels.source(problem, traits, BLOCK_M=64, BLOCK_N=64, num_warps=4, **chosen)
     assert compiler.build(source, arch).asm["cubin"]

@@ -213,7 +213,7 @@ def test_an_installed_autoattn_takes_digests_of_shipped_kernels(monkeypatch: pyt
     entries = [entry for entry in file.entries.values() if entry.choice == KERNEL]
     assert entries
 
-    def fail(*asked: object) -> str:
+    def fail(*arguments: object) -> str:
         raise AssertionError("a template was rendered")
 
     render.forget()

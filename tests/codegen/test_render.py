@@ -42,28 +42,28 @@ INDEX = next(repair for repair in interpreter.REPAIRS if repair.name == "index")
 TEXTS = pytest.mark.parametrize("source", EVERY_TEXT, ids=lambda source: source.digest)
 
 
-@pytest.mark.parametrize("one", [one for one, _ in COVERED[::3]], ids=str)
-def test_problems_that_differ_only_in_the_launch_share_one_digest(one) -> None:
+@pytest.mark.parametrize("problem", [problem for problem, _ in COVERED[::3]], ids=str)
+def test_problems_that_differ_only_in_the_launch_share_one_digest(problem) -> None:
     point = kernels.variant(PERSISTENT=2, HEAD_GROUP=4)
-    traits = replace(render.natural_traits(one), alignment=1)
-    digests = {render.render(other, point, traits).digest for other in kernels.relatives(one)}
-    assert digests == {render.render(one, point, traits).digest}
-    assert all(kernel_kind.shares_kernels(one, other) for other in kernels.relatives(one))
+    traits = replace(render.natural_traits(problem), alignment=1)
+    digests = {render.render(other, point, traits).digest for other in kernels.relatives(problem)}
+    assert digests == {render.render(problem, point, traits).digest}
+    assert all(kernel_kind.shares_kernels(problem, other) for other in kernels.relatives(problem))
 
 
 def test_no_number_of_the_launch_reaches_the_text() -> None:
     sizes = {"batch": 971, "heads_q": 6 * 983, "heads_kv": 983, "seq_q": 991, "seq_kv": 997}
-    one = kernels.problem(**sizes, mask="causal")
-    numbers = {int(number) for number in re.findall(r"\d+", kernels.source(one).text)}
-    assert numbers.isdisjoint({*sizes.values(), one.group_size, one.seq_kv - one.seq_q})
+    problem = kernels.problem(**sizes, mask="causal")
+    numbers = {int(number) for number in re.findall(r"\d+", kernels.source(problem).text)}
+    assert numbers.isdisjoint({*sizes.values(), problem.group_size, problem.seq_kv - problem.seq_q})
 
 
 def test_no_width_density_or_token_count_reaches_the_text() -> None:
     window = kernels.problem(mask="window:971,983")
     sparse = kernels.problem(mask="blocks:16x16,0.3125")
     packed = kernels.problem(layout=Layout.PACKED, batch=977, tokens_q=971, tokens_kv=983)
-    for one in (window, sparse, packed):
-        numbers = set(re.findall(r"[0-9.]+", kernels.source(one).text))
+    for problem in (window, sparse, packed):
+        numbers = set(re.findall(r"[0-9.]+", kernels.source(problem).text))
         assert numbers.isdisjoint({"971", "983", "977", "0.3125"})
 
 
@@ -90,16 +90,18 @@ def test_no_width_density_or_token_count_reaches_the_text() -> None:
     ids=str,
 )
 def test_what_a_kernel_is_compiled_for_reaches_the_text(change: dict) -> None:
-    one = kernels.problem(mask="causal")
+    problem = kernels.problem(mask="causal")
     other = kernels.problem(**{"mask": "causal", **change})
-    digests = {kernels.source(each, replace(render.natural_traits(each), alignment=1)).digest for each in (one, other)}
+    digests = {
+        kernels.source(each, replace(render.natural_traits(each), alignment=1)).digest for each in (problem, other)
+    }
     assert len(digests) == 2
 
 
 @pytest.mark.parametrize("traits", [Traits(alignment=1), Traits(alignment=4), Traits(wide=True), Traits(lse=True)])
 def test_every_trait_reaches_the_text(traits: Traits) -> None:
-    one = kernels.problem()
-    assert kernels.source(one, traits).digest != kernels.source(one, Traits()).digest
+    problem = kernels.problem()
+    assert kernels.source(problem, traits).digest != kernels.source(problem, Traits()).digest
 
 
 @pytest.mark.parametrize(
@@ -112,8 +114,8 @@ def test_every_trait_reaches_the_text(traits: Traits) -> None:
     ],
 )  # fmt: skip
 def test_every_parameter_changes_what_is_compiled(name: str, value: Any) -> None:
-    one = kernels.problem(mask="causal", head_dim=80)
-    assert code_of(kernels.source(one)) != code_of(kernels.source(one, **{name: value}))
+    problem = kernels.problem(mask="causal", head_dim=80)
+    assert code_of(kernels.source(problem)) != code_of(kernels.source(problem, **{name: value}))
 
 
 def code_of(source: Source) -> str:
@@ -195,13 +197,13 @@ def test_contiguous_tensors_are_wide_from_2_to_the_31_elements_in_a_head(
     layout: Layout, heads: int, seq: int, wide: bool
 ) -> None:
     for lengths in ({"seq_q": seq, "seq_kv": 9}, {"seq_q": 9, "seq_kv": seq}):
-        one = kernels.problem(layout=layout, heads_q=heads, heads_kv=heads, head_dim=128, **lengths)
-        assert render.natural_traits(one).wide is wide
+        problem = kernels.problem(layout=layout, heads_q=heads, heads_kv=heads, head_dim=128, **lengths)
+        assert render.natural_traits(problem).wide is wide
 
 
 def test_a_problem_alone_is_rendered_with_its_natural_traits() -> None:
-    one = kernels.problem(head_dim=20)
-    assert kernels.source(one) == kernels.source(one, render.natural_traits(one))
+    problem = kernels.problem(head_dim=20)
+    assert kernels.source(problem) == kernels.source(problem, render.natural_traits(problem))
 
 
 def test_a_template_name_that_leaves_the_folder_is_refused() -> None:
@@ -220,12 +222,12 @@ def test_the_template_digest_follows_its_text_and_its_parts(monkeypatch: pytest.
     (family / "other.py.j2").write_text("another template", encoding="utf-8")
     copy = Path(shutil.copy(path, family))
     monkeypatch.setattr(resources, "template_path", lambda name: copy)
-    found = [render.template_digest(kernels.TEMPLATE)]
-    assert found == [before]
+    digests = [render.template_digest(kernels.TEMPLATE)]
+    assert digests == [before]
     for part in ("family/forward.py.j2", "family/forward/part.j2", "family/shared/part.j2", "shared/part.j2"):
         (tmp_path / part).write_text("{# nothing #}", encoding="utf-8")
-        found.append(render.template_digest(kernels.TEMPLATE))
-    assert len(set(found)) == 5
+        digests.append(render.template_digest(kernels.TEMPLATE))
+    assert len(set(digests)) == 5
 
 
 @pytest.mark.parametrize("name", [name for op in Op for name in resources.template_names(op)])
@@ -272,9 +274,9 @@ torch.testing.assert_close(lse, scores.logsumexp(-1))
 @pytest.mark.interpreter
 @pytest.mark.skipif(INDEX.is_needed(), reason=f"nothing mends Triton's interpreter there: {INDEX.reason}")
 def test_an_exported_file_runs_without_autoattn_as_its_docstring_says(tmp_path: Path) -> None:
-    one = kernels.problem(dtype=DType.FLOAT32, head_dim=24, mask=Mask.parse("causal"))
+    problem = kernels.problem(dtype=DType.FLOAT32, head_dim=24, mask=Mask.parse("causal"))
     path = tmp_path / "kernel.py"
-    path.write_text(kernels.source(one, Traits(alignment=4, lse=True), PERSISTENT=1).text, encoding="utf-8")
+    path.write_text(kernels.source(problem, Traits(alignment=4, lse=True), PERSISTENT=1).text, encoding="utf-8")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": ""}
     command = [sys.executable, "-c", ALONE, str(path)]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
@@ -294,20 +296,20 @@ READERS = {  # template -> functions that read, each once a tile, or once a head
 
 def loops_around(tree: ast.AST, name: str, loops: int = 0) -> list[int]:
     """Of each call of a function, how many loops stand around it."""
-    found = []
+    counts = []
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
-            found.append(loops)
-        found += loops_around(node, name, loops + isinstance(node, ast.For | ast.While))
-    return found
+            counts.append(loops)
+        counts += loops_around(node, name, loops + isinstance(node, ast.For | ast.While))
+    return counts
 
 
 @pytest.mark.parametrize("layout", [Layout.BHSD, Layout.PACKED])
 @pytest.mark.parametrize("template", READERS)
 def test_what_is_read_once_a_head_is_read_in_front_of_the_loop_over_its_pairs(template: str, layout: Layout) -> None:
     make = gluon_kernels.problem if template.endswith("forward") else hopper_gradients.problem
-    one = make(head_dim=64, mask="causal", layout=layout, modifiers=Modifiers(score_mod=HEADS))
-    text = render.render(one, search_space.load(template).default(one, gluon_kernels.H200)).text
+    problem = make(head_dim=64, mask="causal", layout=layout, modifiers=Modifiers(score_mod=HEADS))
+    text = render.render(problem, search_space.load(template).default(problem, gluon_kernels.H200)).text
     functions = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
     assert [name for name in functions if "load(captured0_ptr" in ast.unparse(functions[name])] == ["read_by_head"]
     around = {name: loops_around(body, "read_by_head") for name, body in functions.items()}
@@ -333,9 +335,9 @@ GLUON: dict[str, Value] = {
 
 def latent_source(cache: str, mask: str, **changes: Value) -> Source:
     """A kernel for a latent cache, with the LSE."""
-    one = latent_kernels.problem(cache, mask=mask, **latent_kernels.MLA)
-    traits = render.natural_traits(one, lse=True)
-    return render.render(one, latent_kernels.variant(**changes), traits, release="3.6")
+    problem = latent_kernels.problem(cache, mask=mask, **latent_kernels.MLA)
+    traits = render.natural_traits(problem, lse=True)
+    return render.render(problem, latent_kernels.variant(**changes), traits, release="3.6")
 
 
 GOLDEN_SOURCES = {
@@ -456,13 +458,13 @@ def test_a_golden_file_is_what_the_template_gives(name: str) -> None:
 @pytest.mark.parametrize("release", triton_release.SUPPORTED)
 def test_texts_for_two_releases_of_triton_differ_in_names_that_moved_alone(release: str) -> None:
     gradients = hopper_gradients.problem(head_dim=64, deterministic=True)
-    for one, variant in (
+    for problem, variant in (
         (kernels.problem(dtype=DType.BFLOAT16, head_dim=80), Variant.of("gluon/forward", GLUON)),
         (gradients, hopper_gradients.variant(gradients, schedule="dynamic")),
         (kernels.problem(), kernels.variant()),
     ):
         oldest, text = (
-            render.render(one, variant, release=each).text for each in (triton_release.SUPPORTED[0], release)
+            render.render(problem, variant, release=each).text for each in (triton_release.SUPPORTED[0], release)
         )
         names = [asdict(triton_release.gluon_names(each)) for each in (triton_release.SUPPORTED[0], release)]
         for stem, name in names[0].items():

@@ -97,20 +97,20 @@ def changed(*path: str | int, to: Any) -> dict[str, Any]:
 
 
 def test_a_file_says_what_it_says(load: Callable[[Any], SearchSpace]) -> None:
-    one = load(SMALL)
-    assert one.template == "triton/forward"
-    assert one.choices == {"TILE": (16, 32, 64), "warps": (1, 2, 4), "mode": ("plain", "fancy")}
-    assert list(one.choices) == ["TILE", "warps", "mode"]
-    assert one.about["TILE"] == "rows"
-    assert one.require[0].rule.text == "share <= 64"
-    assert one.seeds[1][1] == {"TILE": 32, "warps": 2, "mode": "plain"}
+    space = load(SMALL)
+    assert space.template == "triton/forward"
+    assert space.choices == {"TILE": (16, 32, 64), "warps": (1, 2, 4), "mode": ("plain", "fancy")}
+    assert list(space.choices) == ["TILE", "warps", "mode"]
+    assert space.about["TILE"] == "rows"
+    assert space.require[0].rule.text == "share <= 64"
+    assert space.seeds[1][1] == {"TILE": 32, "warps": 2, "mode": "plain"}
 
 
 def test_kernels_repeat_themselves_to_the_bit_unless_the_file_says_no(load: Callable[[Any], SearchSpace]) -> None:
     plain, fancy = ({"TILE": 16, "warps": 1, "mode": mode} for mode in ("plain", "fancy"))
     for rule, expected in ((None, [True, True]), ("0", [False, False]), ("mode == 'plain'", [True, False])):
         points = load(SMALL if rule is None else {**SMALL, "deterministic": rule})
-        assert [points.repeats(points.variant(one)) for one in (plain, fancy)] == expected
+        assert [points.repeats(points.variant(params)) for params in (plain, fancy)] == expected
     with pytest.raises(SpaceError, match="must speak of what is known to it, got wgmma"):
         load({**SMALL, "deterministic": "wgmma"})
 
@@ -292,9 +292,9 @@ def test_facts_speak_of_masks_layouts_and_modifiers() -> None:
 
 
 def test_a_variant_names_every_parameter_once_and_takes_a_choice(load: Callable[[Any], SearchSpace]) -> None:
-    one = load(SMALL)
+    space = load(SMALL)
     good: dict[str, Any] = {"TILE": 16, "warps": 1, "mode": "plain"}
-    one.check(good)
+    space.check(good)
     wrong: list[dict[str, Any]] = [
         {},
         {"TILE": 16, "warps": 1},
@@ -308,73 +308,73 @@ def test_a_variant_names_every_parameter_once_and_takes_a_choice(load: Callable[
     ]
     for params in wrong:
         with pytest.raises(SpaceError) as caught:
-            one.check(params)
+            space.check(params)
         assert len(str(caught.value)) < 500
         with pytest.raises(SpaceError):
-            one.why_infeasible(Variant.of("triton/forward", params), problem(), A30)
+            space.why_infeasible(Variant.of("triton/forward", params), problem(), A30)
 
 
 def test_a_broken_rule_explains_itself_in_words(load: Callable[[Any], SearchSpace]) -> None:
-    one = load(SMALL)
+    space = load(SMALL)
     wide = Variant.of("triton/forward", {"TILE": 64, "warps": 1, "mode": "plain"})
-    assert one.why_infeasible(wide, problem(), A30) == "a thread must hold its share (needs share <= 64)"
+    assert space.why_infeasible(wide, problem(), A30) == "a thread must hold its share (needs share <= 64)"
     fancy = Variant.of("triton/forward", {"TILE": 16, "warps": 4, "mode": "fancy"})
-    assert one.why_infeasible(fancy, problem(), A30) is None
+    assert space.why_infeasible(fancy, problem(), A30) is None
     words = "only a mask has a fancy mode (needs mode == 'plain' or causal)"
-    assert one.why_infeasible(fancy, problem(mask=Mask()), A30) == words
+    assert space.why_infeasible(fancy, problem(mask=Mask()), A30) == words
 
 
 @pytest.mark.parametrize("seq_q", [1, 1024])
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_feasible_is_every_point_that_breaks_no_rule(load: Callable[[Any], SearchSpace], seq_q: int, mask: str) -> None:
-    one, asked = load(SMALL), problem(seq_q=seq_q, mask=Mask.parse(mask))
-    expected = [point for point in every_point(one) if one.why_infeasible(point, asked, A30) is None]
-    assert list(one.feasible(asked, A30)) == expected
+    space, call = load(SMALL), problem(seq_q=seq_q, mask=Mask.parse(mask))
+    expected = [point for point in every_point(space) if space.why_infeasible(point, call, A30) is None]
+    assert list(space.feasible(call, A30)) == expected
     assert bool(expected) is (seq_q >= 4)
 
 
 def test_a_let_of_facts_alone_and_a_rule_without_names_are_checked_too(load: Callable[[Any], SearchSpace]) -> None:
     document = changed("let", "rows", to="batch * seq_q")
     document["require"] += [{"rule": "rows > 100", "because": "few"}]
-    one = load(document)
-    assert list(one.feasible(problem(), A30))
-    assert not list(one.feasible(problem(batch=1, seq_q=64), A30))
+    space = load(document)
+    assert list(space.feasible(problem(), A30))
+    assert not list(space.feasible(problem(batch=1, seq_q=64), A30))
     document["require"] += [{"rule": "1 == 2", "because": "never"}]
     assert not list(load(document).feasible(problem(), A30))
 
 
 def test_random_order_gives_the_same_set_and_the_seed_fixes_it(load: Callable[[Any], SearchSpace]) -> None:
-    one = load(SMALL)
-    in_order = list(one.feasible(problem(), A30))
-    orders = [list(one.feasible(problem(), A30, random.Random(seed))) for seed in range(4)]
+    space = load(SMALL)
+    in_order = list(space.feasible(problem(), A30))
+    orders = [list(space.feasible(problem(), A30, random.Random(seed))) for seed in range(4)]
     assert all(sorted(order, key=str) == sorted(in_order, key=str) for order in orders)
     assert any(order != in_order for order in orders)
-    assert orders[3] == list(one.feasible(problem(), A30, random.Random(3)))
+    assert orders[3] == list(space.feasible(problem(), A30, random.Random(3)))
 
 
 # Seeds
 
 
 def test_a_seed_speaks_where_its_when_holds(load: Callable[[Any], SearchSpace]) -> None:
-    one = load(SMALL)
+    space = load(SMALL)
 
-    def tiles(asked: Problem, device: Device) -> list[Any]:
-        return [variant["TILE"] for variant in one.seeds_for(asked, device)]
+    def tiles(call: Problem, device: Device) -> list[Any]:
+        return [variant["TILE"] for variant in space.seeds_for(call, device)]
 
     assert tiles(problem(), H200) == [64, 16]
     assert tiles(problem(), A30) == [16]
     assert tiles(problem(head_dim=64), A30) == [32, 16]  # two seeds are one variant
     assert tiles(problem(mask=Mask()), H200) == [16]  # fancy needs a mask
-    assert one.default(problem(), H200)["TILE"] == 64
+    assert space.default(problem(), H200)["TILE"] == 64
 
 
 def test_no_feasible_seed_is_an_error_that_says_so(load: Callable[[Any], SearchSpace]) -> None:
-    one = load(SMALL)
-    assert one.seeds_for(problem(seq_q=1), A30) == []
+    space = load(SMALL)
+    assert space.seeds_for(problem(seq_q=1), A30) == []
     with pytest.raises(
         SpaceError, match=r"must have a feasible seed to run bf16 .* on a30, but there must be a few rows"
     ):
-        one.default(problem(seq_q=1), A30)
+        space.default(problem(seq_q=1), A30)
 
 
 # --- implied parameters -----------------------------------------------------------------------------------------------
@@ -389,32 +389,32 @@ def with_a_later_parameter() -> dict[str, Any]:
 
 
 def test_a_variant_states_no_parameter_that_is_implied(load: Callable[[Any], SearchSpace]) -> None:
-    before, one = load(SMALL), load(with_a_later_parameter())
-    asked = problem(head_dim=64)
-    old = {variant for variant in one.feasible(asked, A30) if "later" not in variant.as_dict()}
-    assert old == set(before.feasible(asked, A30))
-    new = set(one.feasible(asked, A30)) - old
+    before, space = load(SMALL), load(with_a_later_parameter())
+    call = problem(head_dim=64)
+    old = {variant for variant in space.feasible(call, A30) if "later" not in variant.as_dict()}
+    assert old == set(before.feasible(call, A30))
+    new = set(space.feasible(call, A30)) - old
     assert new
     assert all(variant["later"] == 2 and variant["TILE"] == 16 for variant in new)
-    assert one.seeds_for(asked, A30)[1:] == before.seeds_for(asked, A30)
-    assert one.seeds_for(asked, A30)[0]["later"] == 2
+    assert space.seeds_for(call, A30)[1:] == before.seeds_for(call, A30)
+    assert space.seeds_for(call, A30)[0]["later"] == 2
 
 
 def test_a_point_from_before_a_parameter_is_still_one(load: Callable[[Any], SearchSpace]) -> None:
     point: dict[str, Any] = {"TILE": 32, "warps": 2, "mode": "plain"}
-    one = load(with_a_later_parameter())
-    assert one.holds(point)
-    assert one.holds({**point, "later": 2})
-    assert not one.holds({**point, "later": 3})
-    assert one.variant({**point, "later": 1}) == one.variant(point) == Variant.of(one.template, point)
-    assert one.params_of(one.variant(point)) == {**point, "later": 1}
+    space = load(with_a_later_parameter())
+    assert space.holds(point)
+    assert space.holds({**point, "later": 2})
+    assert not space.holds({**point, "later": 3})
+    assert space.variant({**point, "later": 1}) == space.variant(point) == Variant.of(space.template, point)
+    assert space.params_of(space.variant(point)) == {**point, "later": 1}
 
 
 def test_a_rule_reads_what_is_implied(load: Callable[[Any], SearchSpace]) -> None:
-    one, asked = load(with_a_later_parameter()), problem(head_dim=64)
+    space, call = load(with_a_later_parameter()), problem(head_dim=64)
     point: dict[str, Any] = {"TILE": 32, "warps": 2, "mode": "plain"}
-    assert one.why_infeasible(one.variant(point), asked, A30) is None
-    reason = one.why_infeasible(one.variant({**point, "later": 2}), asked, A30)
+    assert space.why_infeasible(space.variant(point), call, A30) is None
+    reason = space.why_infeasible(space.variant({**point, "later": 2}), call, A30)
     assert reason == "only small tiles know it (needs later == 1 or TILE == 16)"
 
 
@@ -428,14 +428,16 @@ def test_what_is_implied_is_one_of_the_choices(refusal: Callable[[Any], str]) ->
 
 
 def test_a_rehearsal_sets_what_the_file_lists_and_leaves_the_rest(load: Callable[[Any], SearchSpace]) -> None:
-    one = load({**SMALL, "rehearsal": {"TILE": 16, "warps": "min(warps, 2)", "block_q": "8 * (1 + (block_q > TILE))"}})
-    variant = one.variant({"TILE": 64, "warps": 4, "mode": "fancy"})
+    space = load(
+        {**SMALL, "rehearsal": {"TILE": 16, "warps": "min(warps, 2)", "block_q": "8 * (1 + (block_q > TILE))"}}
+    )
+    variant = space.variant({"TILE": 64, "warps": 4, "mode": "fancy"})
     mask = Mask.blocks(128, 32, 0.5)
-    small, blocks = one.rehearsed(variant, mask)
+    small, blocks = space.rehearsed(variant, mask)
     assert small.as_dict() == {"TILE": 16, "warps": 2, "mode": "fancy"}
     assert blocks == dataclasses.replace(mask, block_q=16)
-    assert one.rehearsed(variant, Mask.blocks(64, 32, 0.5))[1].block_q == 8, "one step is one step"
-    assert one.rehearsed(variant, Mask()) == (small, Mask())
+    assert space.rehearsed(variant, Mask.blocks(64, 32, 0.5))[1].block_q == 8, "one step is one step"
+    assert space.rehearsed(variant, Mask()) == (small, Mask())
     assert load(SMALL).rehearsed(variant, mask) == (variant, mask)
 
 
@@ -463,18 +465,18 @@ def test_a_fault_beside_the_rules_is_named(
 
 
 def test_a_variant_is_called_by_its_tile(load: Callable[[Any], SearchSpace]) -> None:
-    one = load({**SMALL, "tile": "{TILE} rows {warps}w {}"})
-    variant = one.variant({"TILE": 64, "warps": 4, "mode": "fancy"})
-    assert one.tile_of(variant) == "64 rows 4w {}"
+    space = load({**SMALL, "tile": "{TILE} rows {warps}w {}"})
+    variant = space.variant({"TILE": 64, "warps": 4, "mode": "fancy"})
+    assert space.tile_of(variant) == "64 rows 4w {}"
     assert load(SMALL).tile_of(variant) == str(variant)
-    older = Variant.of(one.template, {"TILE": 64})
-    assert one.tile_of(older) == str(older)
+    older = Variant.of(space.template, {"TILE": 64})
+    assert space.tile_of(older) == str(older)
 
 
 def test_heads_are_together_as_the_file_says(load: Callable[[Any], SearchSpace]) -> None:
-    asked = problem(heads_q=32, heads_kv=8)
-    assert load(SMALL).heads_of_tile({"warps": 4}, asked) == 1
-    assert load({**SMALL, "heads_together": "warps * group_size"}).heads_of_tile({"warps": 2}, asked) == 8
+    call = problem(heads_q=32, heads_kv=8)
+    assert load(SMALL).heads_of_tile({"warps": 4}, call) == 1
+    assert load({**SMALL, "heads_together": "warps * group_size"}).heads_of_tile({"warps": 2}, call) == 8
     assert [load({**SMALL, **more}).specialised for more in ({}, {"specialised": True})] == [False, True]
 
 

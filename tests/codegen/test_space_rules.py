@@ -64,9 +64,9 @@ def one_sentence(error: Exception) -> str:
     ],
 )
 def test_the_language_is_pythons_arithmetic(text: str, value: object) -> None:
-    found = Rule(text)(FACTS)
-    assert found == value
-    assert type(found) is type(value)
+    answer = Rule(text)(FACTS)
+    assert answer == value
+    assert type(answer) is type(value)
 
 
 def test_a_rule_knows_the_names_that_it_asks_for() -> None:
@@ -271,7 +271,7 @@ def test_any_text_is_a_rule_or_refused_in_one_sentence(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "asked", "folded"),
+    ("text", "missing", "folded"),
     [
         ("a + x * b", {"x"}, False),
         ("a == 3 or x > 5", set(), True),
@@ -287,12 +287,12 @@ def test_any_text_is_a_rule_or_refused_in_one_sentence(text: str) -> None:
     ],
 )
 def test_a_rule_that_is_given_facts_asks_for_the_others_and_has_the_same_value(
-    text: str, asked: set[str], folded: bool
+    text: str, missing: set[str], folded: bool
 ) -> None:
     rule = Rule(text)
     given_facts = rule.given(FACTS, frozenset({"x"}))
     assert given_facts.text == text
-    assert set(given_facts.names) - {"zero"} == asked
+    assert set(given_facts.names) - {"zero"} == missing
     for x in (0, 1, 4, 6, 9.5):
         try:
             value = rule({**FACTS, "x": x})

@@ -53,8 +53,8 @@ def kinds() -> Iterator[tuple[Problem, Traits]]:
         (kernels.NUMBERS[3], 32, "full", 1, False, False),
     ):
         dtype, precision = numbers
-        one = kernels.problem(dtype=dtype, precision=precision, head_dim=head_dim, mask=mask, **sizes)
-        yield one, Traits(alignment=alignment, wide=wide, lse=lse)
+        problem = kernels.problem(dtype=dtype, precision=precision, head_dim=head_dim, mask=mask, **sizes)
+        yield problem, Traits(alignment=alignment, wide=wide, lse=lse)
     few = sizes | {"batch": 1, "heads_q": 8, "heads_kv": 2, "seq_q": 4}
     yield kernels.problem(dtype=DType.BFLOAT16, head_dim=64, **few), Traits(lse=True)
     cached = sizes | {"seq_q": 1, "seq_kv": 65536}
@@ -75,13 +75,13 @@ def every_axis(arch: int) -> Iterator[Source]:
         modifiers = kernels.MODIFIERS[(place + turn) % len(kernels.MODIFIERS)]
         if "layout" in kind:
             modifiers = replace(modifiers, bias=Bias.NONE)  # packed sequences take none
-        one = kernels.problem(
+        problem = kernels.problem(
             dtype=dtype, precision=precision, head_dim=head_dim, head_dim_v=head_dim_v, modifiers=modifiers, **kind
         )
-        each_head = modifiers.bias is not Bias.NONE or modifiers.score_mod or modifiers.dropout or one.mask.sparse
+        each_head = modifiers.bias is not Bias.NONE or modifiers.score_mod or modifiers.dropout or problem.mask.sparse
         yield kernels.source(
-            one,
-            render.natural_traits(one, lse=bool(place % 2)),
+            problem,
+            render.natural_traits(problem, lse=bool(place % 2)),
             BLOCK_M=32 if kind.get("mask") != "blocks:16x32,0.5" else 16,
             BLOCK_N=32 if kind["mask"] not in SMALL_BLOCKS else 16,
             num_warps=4,
@@ -110,10 +110,10 @@ def sources(template: str, arch: int) -> list[Source]:
     missing = {(name, value) for name, values in points.choices.items() for value in values} - implied
     rng = random.Random(arch)
     pool = []
-    for one, traits in kinds():
+    for problem, traits in kinds():
         for _ in range(60):
-            variant = next(points.feasible(one, device, rng))
-            pool.append((one, traits, variant))
+            variant = next(points.feasible(problem, device, rng))
+            pool.append((problem, traits, variant))
     chosen = []
     for kind in kinds():  # one of each kind, then whatever values are still missing
         best = max((item for item in pool if item[:2] == kind), key=lambda item: gain(item[2], missing))
@@ -124,7 +124,7 @@ def sources(template: str, arch: int) -> list[Source]:
         assert missing & set(best[2].params), f"no feasible variant has any of {sorted(missing, key=str)}"
         chosen.append(best)
         missing -= set(best[2].params)
-    return [render.render(one, variant, traits) for one, traits, variant in chosen]
+    return [render.render(problem, variant, traits) for problem, traits, variant in chosen]
 
 
 def gain(variant: Variant, missing: set[tuple[str, Any]]) -> float:
@@ -180,8 +180,8 @@ def compile_all(sources: list[Source], arch: int) -> None:
 }), ids=str)  # fmt: skip
 def test_every_pair_of_structures_compiles(point: dict[str, Any]) -> None:
     point = dict(point)
-    one = kernels.problem(mask=point.pop("mask"))
-    assert build(kernels.source(one, BLOCK_N=32, **point), 80).asm["cubin"]
+    problem = kernels.problem(mask=point.pop("mask"))
+    assert build(kernels.source(problem, BLOCK_N=32, **point), 80).asm["cubin"]
 
 
 STAGED = [  # facts, whether the head dim is in pieces, and stages of which one more is too many for an SM of Hopper
@@ -195,13 +195,13 @@ STAGED = [  # facts, whether the head dim is in pieces, and stages of which one 
 @pytest.mark.exhaustive
 def test_rules_know_how_many_stages_of_warpgroup_products_fit(facts: dict[str, Any], split: int, stages: int) -> None:
     params = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "HEAD_SPLIT": split}
-    one = kernels.problem(seq_q=512, seq_kv=1024, **facts)
+    problem = kernels.problem(seq_q=512, seq_kv=1024, **facts)
     space, card = search_space.load("triton/forward"), device_profiles.named("h200")
     sizes, reasons = [], []
     for count in (stages, stages + 1):
         chosen = kernels.variant(num_stages=count, **params)
-        reasons.append(space.why_infeasible(chosen, one, card) or "")
-        sizes.append(inspect(render.render(one, chosen), 90).shared_bytes)
+        reasons.append(space.why_infeasible(chosen, problem, card) or "")
+        sizes.append(inspect(render.render(problem, chosen), 90).shared_bytes)
     assert sizes[0] <= card.shared_bytes_per_block < sizes[1]
     assert reasons[0] == ""
     assert "shared memory of one block" in reasons[1]
@@ -217,15 +217,15 @@ def test_rules_know_how_many_stages_of_warpgroup_products_fit(facts: dict[str, A
 )
 def test_the_widest_head_compiles_with_the_smallest_tile(numbers: Any) -> None:
     dtype, precision = numbers
-    one = kernels.problem(dtype=dtype, precision=precision, head_dim=256 if dtype is not DType.FLOAT32 else 200)
+    problem = kernels.problem(dtype=dtype, precision=precision, head_dim=256 if dtype is not DType.FLOAT32 else 200)
     num_warps = 4 if numbers == kernels.NUMBERS[2] else 1  # without tensor cores more warps share the work
-    assert build(kernels.source(one, num_warps=num_warps), 80).asm["cubin"]
+    assert build(kernels.source(problem, num_warps=num_warps), 80).asm["cubin"]
 
 
 @pytest.mark.parametrize(("head_dim", "split"), [(16, 0), (80, 1), (72, 1)])
 def test_float8_products_sum_over_enough_elements(head_dim: int, split: int) -> None:
-    one = kernels.problem(dtype=DType.FLOAT8, head_dim=head_dim)
-    source = kernels.source(one, BLOCK_N=32, HEAD_SPLIT=split)
+    problem = kernels.problem(dtype=DType.FLOAT8, head_dim=head_dim)
+    source = kernels.source(problem, BLOCK_N=32, HEAD_SPLIT=split)
     assert build(source, 90).asm["cubin"]
     with pytest.raises(CompileError, match="fp8e4nv not supported"):
         build(source, 80)
@@ -234,8 +234,8 @@ def test_float8_products_sum_over_enough_elements(head_dim: int, split: int) -> 
 @pytest.mark.parametrize("persistent", [0, 2])
 def test_an_exported_file_compiles_when_triton_takes_sizes_of_one_as_constants(persistent: int) -> None:
     """A plain launch of the file does that; autoattn's own launch passes them as numbers."""
-    one = kernels.problem(mask="causal")
-    source = kernels.source(one, Traits(alignment=1, lse=True), PERSISTENT=persistent, HEAD_GROUP=4)
+    problem = kernels.problem(mask="causal")
+    source = kernels.source(problem, Traits(alignment=1, lse=True), PERSISTENT=persistent, HEAD_GROUP=4)
     module = load_module(source)
     ones = (
         "stride_qd",
@@ -261,9 +261,9 @@ def test_an_exported_file_compiles_when_triton_takes_sizes_of_one_as_constants(p
 
 
 def test_divisible_strides_give_wide_loads_and_unknown_ones_do_not() -> None:
-    one = kernels.problem(head_dim=64)
+    problem = kernels.problem(head_dim=64)
     loads = {
-        alignment: build(kernels.source(one, Traits(alignment=alignment), num_stages=3), 80).asm["ptx"]
+        alignment: build(kernels.source(problem, Traits(alignment=alignment), num_stages=3), 80).asm["ptx"]
         for alignment in (8, 1)
     }
     assert "cp.async.cg.shared.global" in loads[8], "16 bytes at a time"
@@ -272,9 +272,9 @@ def test_divisible_strides_give_wide_loads_and_unknown_ones_do_not() -> None:
 
 @pytest.mark.exhaustive
 def test_a_register_cap_reaches_the_compiler() -> None:
-    one = kernels.problem(dtype=DType.BFLOAT16, head_dim=128)
+    problem = kernels.problem(dtype=DType.BFLOAT16, head_dim=128)
     tile: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
-    free, capped = (inspect(kernels.source(one, maxnreg=cap, **tile), 80) for cap in (0, 168))
+    free, capped = (inspect(kernels.source(problem, maxnreg=cap, **tile), 80) for cap in (0, 168))
     assert free.registers > 168 >= capped.registers
 
 
@@ -325,8 +325,8 @@ SEEN_BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 )
 def test_what_once_did_not_compile_does(name: str, arch: int) -> None:
     facts, params = SEEN_BROKEN[name]
-    one = kernels.problem(**facts)
-    if one.dtype is DType.FLOAT8 and arch < 89:
+    problem = kernels.problem(**facts)
+    if problem.dtype is DType.FLOAT8 and arch < 89:
         pytest.skip("float8 products need compute capability 8.9")
-    source = kernels.source(one, None, BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2, **params)
+    source = kernels.source(problem, None, BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2, **params)
     assert build(source, arch).asm["cubin"]

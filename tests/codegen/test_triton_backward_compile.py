@@ -59,8 +59,8 @@ ON_HOPPER = 0, 4, 7  # in each run; with one warp Hopper gets the tensor cores' 
     ),
 )
 def test_the_smallest_tiles_compile_on_each_card(arch: int, place: int) -> None:
-    one = large(**SMALLEST[place])
-    source = gradient_kernels.source(one, Traits(alignment=1, wide=True) if one.head_dim == 57 else None)
+    problem = large(**SMALLEST[place])
+    source = gradient_kernels.source(problem, Traits(alignment=1, wide=True) if problem.head_dim == 57 else None)
     for name in manifest.of(load_module(source)).parts:
         compiled = build(source, arch, name)
         assert f".target sm_{arch}" in compiled.asm["ptx"]
@@ -70,10 +70,12 @@ def test_the_smallest_tiles_compile_on_each_card(arch: int, place: int) -> None:
 
 @pytest.mark.parametrize("copies", rarely(["none", "turned"], lambda copies: copies == "turned"))
 def test_no_step_turns_a_float32_factor_in_shared_memory_where_copies_were_turned_before(copies: str) -> None:
-    one = large(dtype=DType.FLOAT32, precision=Precision.TF32, head_dim=128, mask=Mask.parse("causal"))
+    problem = large(dtype=DType.FLOAT32, precision=Precision.TF32, head_dim=128, mask=Mask.parse("causal"))
     tiles = {"QUERIES_BLOCK_M": 64, "QUERIES_BLOCK_N": 32, "KEYS_BLOCK_N": 64, "KEYS_BLOCK_M": 32}
     launch = {f"{name}_{word}": n for name in ("queries", "keys") for word, n in (("num_warps", 4), ("num_stages", 2))}
-    loop = inspect(gradient_kernels.source(one, render.natural_traits(one), copies=copies, **tiles, **launch), 90).loop
+    loop = inspect(
+        gradient_kernels.source(problem, render.natural_traits(problem), copies=copies, **tiles, **launch), 90
+    ).loop
     assert sum(count for name, count in loop.items() if name.startswith("HGMMA")) > 0
     stores = sum(count for name, count in loop.items() if name.startswith("STS"))
     assert (stores > 0) is (copies == "none")
@@ -82,8 +84,8 @@ def test_no_step_turns_a_float32_factor_in_shared_memory_where_copies_were_turne
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [Mask.parse("causal"), Mask.blocks(128, 128, 0.5, "q_idx >= kv_idx")], ids=str)
 def test_hoppers_default_reads_by_the_tma_unit_and_keeps_its_loops_out_of_local_memory(mask: Mask) -> None:
-    one, device = large(head_dim=128, mask=mask), device_profiles.named("h200")
-    source = render.render(one, search_space.load(gradient_kernels.TEMPLATE).default(one, device))
+    problem, device = large(head_dim=128, mask=mask), device_profiles.named("h200")
+    source = render.render(problem, search_space.load(gradient_kernels.TEMPLATE).default(problem, device))
     report = inspect(source, 90)
     assert report.loop["UTMALDG.4D"] == 4, "a key and a value, a query and a gradient"
     assert report.loop["UTMALDG.1D"] == 2, "LSE and delta"
@@ -98,7 +100,9 @@ def test_a_report_of_both_kernels_names_the_most_that_either_needs() -> None:
     report = inspect(source, 80)
     alone = [build(source, 80, name).metadata for name in manifest.of(load_module(source)).parts]
     assert report.num_warps == 4
-    assert report.shared_bytes >= max(one.shared for one in alone) > min(one.shared for one in alone)
+    assert (
+        report.shared_bytes >= max(metadata.shared for metadata in alone) > min(metadata.shared for metadata in alone)
+    )
 
 
 def test_what_has_no_gradient_kernel_is_refused_with_a_reason() -> None:
@@ -114,37 +118,37 @@ def test_what_has_no_gradient_kernel_is_refused_with_a_reason() -> None:
 
 
 def test_a_score_mod_that_pytorch_cannot_differentiate_is_refused() -> None:
-    one = large(modifiers=Modifiers(score_mod="score // 2"))
+    problem = large(modifiers=Modifiers(score_mod="score // 2"))
     with pytest.raises(CompileError, match="must have a derivative in PyTorch, got // of a score"):
-        gradient_kernels.source(one)
+        gradient_kernels.source(problem)
 
 
 def test_tiles_lie_within_a_block_of_the_table() -> None:
     device, points = device_profiles.named("h200"), search_space.load(gradient_kernels.TEMPLATE)
-    one = large(mask=Mask.blocks(16, 32, 0.5))
-    assert points.default(one, device) == gradient_kernels.variant()
+    problem = large(mask=Mask.blocks(16, 32, 0.5))
+    assert points.default(problem, device) == gradient_kernels.variant()
     for tile, most in (("QUERIES_BLOCK_M", 16), ("QUERIES_BLOCK_N", 32), ("KEYS_BLOCK_N", 32), ("KEYS_BLOCK_M", 16)):
         for size in (16, 32, 64):
-            reason = points.why_infeasible(gradient_kernels.variant(**{tile: size}), one, device)
+            reason = points.why_infeasible(gradient_kernels.variant(**{tile: size}), problem, device)
             assert (reason is None) is (size <= most), (tile, size, reason)
             assert reason is None or "block table" in reason or "block of the table" in reason
 
 
 @pytest.mark.slow
 def test_hoppers_default_beside_a_bias_keeps_its_loops_out_of_local_memory() -> None:
-    one, device = large(modifiers=Modifiers(bias=Bias.ADDITIVE)), device_profiles.named("h200")
-    report = inspect(render.render(one, search_space.load(gradient_kernels.TEMPLATE).default(one, device)), 90)
+    problem, device = large(modifiers=Modifiers(bias=Bias.ADDITIVE)), device_profiles.named("h200")
+    report = inspect(render.render(problem, search_space.load(gradient_kernels.TEMPLATE).default(problem, device)), 90)
     assert report.spilled_bytes == 0
     assert not [name for name in report.loop if name.startswith(("LDL", "STL"))]
 
 
 @pytest.mark.slow
 def test_backward_keys_loads_a_row_of_a_bias_that_queries_share_before_its_loop() -> None:
-    one, device = large(modifiers=Modifiers(bias=Bias.ADDITIVE)), device_profiles.named("h200")
-    variant = search_space.load(gradient_kernels.TEMPLATE).default(one, device)
+    problem, device = large(modifiers=Modifiers(bias=Bias.ADDITIVE)), device_profiles.named("h200")
+    variant = search_space.load(gradient_kernels.TEMPLATE).default(problem, device)
     loads = []
     for shared in (False, True):
-        source = render.render(one, variant, replace(render.natural_traits(one), bias_shared=shared))
+        source = render.render(problem, variant, replace(render.natural_traits(problem), bias_shared=shared))
         _, _, *loops = build(source, 90, "backward_keys").asm["ttgir"].split("scf.for")  # the first is over heads
         loads.append(sum(loop.split("scf.yield")[0].count("tt.load") for loop in loops))
     assert loads[0] > 0
@@ -154,13 +158,13 @@ def test_backward_keys_loads_a_row_of_a_bias_that_queries_share_before_its_loop(
 @pytest.mark.slow
 @pytest.mark.parametrize("card", ["h200", "a30"])
 def test_the_default_of_a_learned_bias_keeps_its_loops_out_of_local_memory(card: str) -> None:
-    one, device = large(head_dim=64, modifiers=Modifiers(bias=Bias.LEARNED)), device_profiles.named(card)
-    source = render.render(one, search_space.load(gradient_kernels.TEMPLATE).default(one, device))
-    found = build(source, device.arch, "backward_bias")
-    assert found.metadata.shared <= device.shared_bytes_per_block
-    assert ".local" not in found.asm["ptx"]
+    problem, device = large(head_dim=64, modifiers=Modifiers(bias=Bias.LEARNED)), device_profiles.named(card)
+    source = render.render(problem, search_space.load(gradient_kernels.TEMPLATE).default(problem, device))
+    compiled = build(source, device.arch, "backward_bias")
+    assert compiled.metadata.shared <= device.shared_bytes_per_block
+    assert ".local" not in compiled.asm["ptx"]
     products = "wgmma" if device.capabilities.matrix_unit is MatrixUnit.WGMMA else "mma.sync"
-    assert products in found.asm["ptx"]
+    assert products in compiled.asm["ptx"]
 
 
 @pytest.mark.exhaustive
@@ -170,10 +174,10 @@ def test_hoppers_default_for_wide_heads_in_float32_compiles(
     head_dim: int, head_dim_v: int, precision: Precision
 ) -> None:
     causal = Mask.parse("causal")
-    one = large(dtype=DType.FLOAT32, precision=precision, head_dim=head_dim, head_dim_v=head_dim_v, mask=causal)
+    problem = large(dtype=DType.FLOAT32, precision=precision, head_dim=head_dim, head_dim_v=head_dim_v, mask=causal)
     device = device_profiles.named("h200")
-    default = search_space.load(gradient_kernels.TEMPLATE).default(one, device)
-    assert inspect(render.render(one, default), device.arch).shared_bytes <= device.shared_bytes_per_block
+    default = search_space.load(gradient_kernels.TEMPLATE).default(problem, device)
+    assert inspect(render.render(problem, default), device.arch).shared_bytes <= device.shared_bytes_per_block
 
 
 CARDS_AND_DIMS = [*itertools.product(["h200", "a30"], [64, 128])]
@@ -185,8 +189,8 @@ def test_the_gradient_of_slopes_moves_no_more_registers_to_memory(card: str, hea
     device, mask = device_profiles.named(card), Mask.parse("causal")
     reports = []
     for learned in (False, True):
-        one = large(head_dim=head_dim, mask=mask, modifiers=Modifiers(alibi=True, learned_slopes=learned))
-        source = render.render(one, search_space.load(gradient_kernels.TEMPLATE).default(one, device))
+        problem = large(head_dim=head_dim, mask=mask, modifiers=Modifiers(alibi=True, learned_slopes=learned))
+        source = render.render(problem, search_space.load(gradient_kernels.TEMPLATE).default(problem, device))
         reports.append(inspect(source, device.arch))
     assert reports[1].spilled_bytes <= reports[0].spilled_bytes
     assert reports[1].digest != reports[0].digest
@@ -208,9 +212,11 @@ def test_a_learned_bias_has_rules_of_its_own() -> None:
     "numbers", [(DType.FLOAT16, Precision.IEEE), (DType.FLOAT32, Precision.IEEE), (DType.FLOAT32, Precision.TF32)]
 )
 def test_every_head_dim_has_a_default(card: str, head_dim: int, numbers: tuple[DType, Precision]) -> None:
-    one = large(dtype=numbers[0], precision=numbers[1], head_dim=head_dim)
+    problem = large(dtype=numbers[0], precision=numbers[1], head_dim=head_dim)
     points = search_space.load(gradient_kernels.TEMPLATE)
     assert (
-        points.why_infeasible(points.default(one, device_profiles.named(card)), one, device_profiles.named(card))
+        points.why_infeasible(
+            points.default(problem, device_profiles.named(card)), problem, device_profiles.named(card)
+        )
         is None
     )

@@ -60,8 +60,8 @@ def test_a_trial_survives_the_journals_format() -> None:
         verdict=entry.verdict,
         measurement=entry.measurement,
     )
-    for one in (trial, Trial(variant=ONE, outcome=Outcome.WRONG_RESULT, detail="error 1", verdict=WRONG)):
-        assert msgspec.json.decode(msgspec.json.encode(one), type=Trial) == one
+    for original in (trial, Trial(variant=ONE, outcome=Outcome.WRONG_RESULT, detail="error 1", verdict=WRONG)):
+        assert msgspec.json.decode(msgspec.json.encode(original), type=Trial) == original
 
 
 # Entries
@@ -177,7 +177,7 @@ def test_a_finalist_with_an_impossible_fact_is_none(changes: dict[str, Any]) -> 
 def test_the_tied_are_those_as_good_as_the_winner_without_it() -> None:
     finals = certified().finals
     assert finals is not None
-    assert [one.source_digest for one in finals.tied] == ["aa" * 8]
+    assert [finalist.source_digest for finalist in finals.tied] == ["aa" * 8]
 
 
 @pytest.mark.parametrize("facts", [{"joules": 0.0}, {"watts": -1.0}, {"joules": math.inf}])

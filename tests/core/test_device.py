@@ -23,9 +23,9 @@ MMA, WGMMA, TCGEN05 = MatrixUnit
     ],
 )  # fmt: skip
 def test_an_architecture_has_its_own_units(arch: int, unit: MatrixUnit, tma: bool, float8: bool) -> None:
-    found = capabilities_of(arch)
-    assert (found.matrix_unit, found.tma, found.float8_products) == (unit, tma, float8)
-    assert (found.backend, found.warp_size) == (Backend.CUDA, 32)
+    capabilities = capabilities_of(arch)
+    assert (capabilities.matrix_unit, capabilities.tma, capabilities.float8_products) == (unit, tma, float8)
+    assert (capabilities.backend, capabilities.warp_size) == (Backend.CUDA, 32)
 
 
 def test_a_newer_architecture_inherits_nothing() -> None:
@@ -44,11 +44,11 @@ def test_sm_120_has_the_shared_memory_of_ada() -> None:
     assert capabilities_of(120).shared_bytes_per_block == capabilities_of(89).shared_bytes_per_block == 99 * 1024
 
 
-@pytest.mark.parametrize("one", device_profiles.all_devices(), ids=lambda one: one.name)
-def test_a_profiles_limits_are_its_architectures(one: device.Device) -> None:
-    assert one.arch in device.ARCHITECTURES
+@pytest.mark.parametrize("profile", device_profiles.all_devices(), ids=lambda profile: profile.name)
+def test_a_profiles_limits_are_its_architectures(profile: device.Device) -> None:
+    assert profile.arch in device.ARCHITECTURES
     for name in ("shared_bytes_per_sm", "shared_bytes_per_block", "max_threads_per_sm", "max_blocks_per_sm"):
-        assert getattr(one, name) == getattr(one.capabilities, name)
+        assert getattr(profile, name) == getattr(profile.capabilities, name)
 
 
 def test_a_device_has_what_its_architecture_has() -> None:
@@ -61,13 +61,17 @@ def test_the_page_of_devices_has_the_whole_table() -> None:
     rows = re.findall(
         r"^\| (sm_[^|]*) \| (\S+) \| (yes|no) \| (yes|no) \| (\d+), (\d+) KiB \| (\d+), (\d+) \|$", page, re.M
     )
-    told = {int(arch): row for names, *row in rows for arch in re.findall(r"sm_(\d+)", names)}
+    table = {int(arch): row for names, *row in rows for arch in re.findall(r"sm_(\d+)", names)}
     words = {MMA: "mma.sync", WGMMA: "wgmma", TCGEN05: "tcgen05"}
-    assert told == {
+    assert table == {
         arch: [
-            *(words[one.matrix_unit], "yes" if one.tma else "no", "yes" if one.float8_products else "no"),
-            *(str(size // 1024) for size in (one.shared_bytes_per_sm, one.shared_bytes_per_block)),
-            *(str(most) for most in (one.max_threads_per_sm, one.max_blocks_per_sm)),
+            *(
+                words[capabilities.matrix_unit],
+                "yes" if capabilities.tma else "no",
+                "yes" if capabilities.float8_products else "no",
+            ),
+            *(str(size // 1024) for size in (capabilities.shared_bytes_per_sm, capabilities.shared_bytes_per_block)),
+            *(str(most) for most in (capabilities.max_threads_per_sm, capabilities.max_blocks_per_sm)),
         ]
-        for arch, one in device.ARCHITECTURES.items()
+        for arch, capabilities in device.ARCHITECTURES.items()
     }

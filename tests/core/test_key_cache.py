@@ -85,12 +85,12 @@ def test_names_and_kinds_tell_caches_apart() -> None:
         kernels.problem(cache=cache, head_dim=48, head_dim_v=32) for cache in (None, *map(KeyCache.parse, TEXTS))
     ]
     for facts in (
-        {one.key for one in problems},
-        {str(one) for one in problems},
-        {kernel_kind.of(one) for one in problems},
+        {problem.key for problem in problems},
+        {str(problem) for problem in problems},
+        {kernel_kind.of(problem) for problem in problems},
     ):
         assert len(facts) == len(problems)
-    assert not set(":,= ") & set("".join(one.key for one in problems))
+    assert not set(":,= ") & set("".join(problem.key for problem in problems))
 
 
 # --- latents ----------------------------------------------------------------------------------------------------------
@@ -119,11 +119,11 @@ def test_values_fill_the_first_of_two_powers_of_two_that_hold_a_latent(
 
 
 def test_a_latent_is_read_once() -> None:
-    one = kernels.problem(**LATENT | {"batch": 2, "heads_q": 16, "heads_kv": 1, "seq_q": 1, "seq_kv": 100})
-    assert one.elements_per_key == 576
-    assert one.bytes() == 2 * 100 * 576 * 2 + 2 * 16 * (576 + 512) * 2
-    assert one.key.endswith("paged-64-latent")
-    assert kernel_kind.of(one) != kernel_kind.of(kernels.problem(**LATENT | {"cache": KeyCache(latent=True)}))
+    problem = kernels.problem(**LATENT | {"batch": 2, "heads_q": 16, "heads_kv": 1, "seq_q": 1, "seq_kv": 100})
+    assert problem.elements_per_key == 576
+    assert problem.bytes() == 2 * 100 * 576 * 2 + 2 * 16 * (576 + 512) * 2
+    assert problem.key.endswith("paged-64-latent")
+    assert kernel_kind.of(problem) != kernel_kind.of(kernels.problem(**LATENT | {"cache": KeyCache(latent=True)}))
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,8 @@ def test_a_window_without_a_bound_on_one_side_is_not_causal() -> None:
 
 def test_widths_and_density_are_no_structure_and_sides_are() -> None:
     same = [("window:5,3", "window:7,9"), ("window:5,0", "window:9,0"), ("blocks:16x16,0.5", "blocks:16x16,0.25")]
-    for one, other in same:
-        assert Mask.parse(one).structure == Mask.parse(other).structure
+    for first, second in same:
+        assert Mask.parse(first).structure == Mask.parse(second).structure
     apart = ["full", "causal", "causal:top-left", "window:5,3", "window:5,0", "window:5,-1", "window:-1,3",
              "blocks:16x16,0.5", "blocks:16x32,0.5"]  # fmt: skip
     assert len({Mask.parse(text).structure for text in apart}) == len(apart)

@@ -20,11 +20,11 @@ ROUND_SECONDS = 0.01
 def drawn(times: dict[str, float], count: int, seed: int, *, spread: float = 0.01, drift: float = 0.05) -> list[Round]:
     """Rounds of contestants whose times have that spread, with a drift that is common to each round and outliers."""
     rng = random.Random(seed)
-    found = []
+    rounds = []
     for number in range(count):
         common = math.exp(drift * math.sin(number / 7.0) + rng.gauss(0.0, drift / 5))
-        found.append(Round(times_us={name: one * common * noise(rng, spread) for name, one in times.items()}))
-    return found
+        rounds.append(Round(times_us={name: time_us * common * noise(rng, spread) for name, time_us in times.items()}))
+    return rounds
 
 
 def noise(rng: random.Random, spread: float, outliers: float = 0.02) -> float:
@@ -57,10 +57,10 @@ def played(
 
 
 def test_each_round_has_an_order_of_its_own_and_everybody_once() -> None:
-    found = paired_stats.hold(
+    rounds = paired_stats.hold(
         list("abcde"), lambda name: 1.0, lambda: None, seed=3, enough=lambda done: len(done) == 200
     )
-    orders = [tuple(one.times_us) for one in found]
+    orders = [tuple(round_.times_us) for round_ in rounds]
     assert {frozenset(order) for order in orders} == {frozenset("abcde")}
     assert len(set(orders)) > 60
     for name in "abcde":  # each place about 40 times
@@ -68,7 +68,7 @@ def test_each_round_has_an_order_of_its_own_and_everybody_once() -> None:
     again = paired_stats.hold(
         list("abcde"), lambda name: 1.0, lambda: None, seed=3, enough=lambda done: len(done) == 200
     )
-    assert again == found, "the seed says it all"
+    assert again == rounds, "the seed says it all"
 
 
 def pulses(*clocks: int, **facts: object) -> list[Round]:
@@ -76,9 +76,9 @@ def pulses(*clocks: int, **facts: object) -> list[Round]:
 
 
 def test_a_round_at_a_low_clock_is_discarded_with_the_reason() -> None:
-    found = pulses(1980, 1975, 1700, 1985, 1790)
-    assert paired_stats.faults(found) == ["", "", "1700 MHz, usually 1975", "", ""]
-    assert paired_stats.good(found) == [found[0], found[1], found[3], found[4]]
+    rounds = pulses(1980, 1975, 1700, 1985, 1790)
+    assert paired_stats.faults(rounds) == ["", "", "1700 MHz, usually 1975", "", ""]
+    assert paired_stats.good(rounds) == [rounds[0], rounds[1], rounds[3], rounds[4]]
 
 
 @pytest.mark.parametrize("reason", paired_stats.UNFAIR)
@@ -96,14 +96,14 @@ def test_the_power_cap_discards_nothing() -> None:
 
 def test_a_card_that_is_always_slow_is_measured_as_it_is() -> None:
     slow = Round(times_us={"a": 1.0}, pulse=Pulse(clock_mhz=1200, slowed=True))
-    found = [slow, slow, *pulses(1980, 1980)]
-    assert paired_stats.good(found) == found
+    rounds = [slow, slow, *pulses(1980, 1980)]
+    assert paired_stats.good(rounds) == rounds
     assert paired_stats.good([slow] * 3) == [slow] * 3
 
 
 def test_without_nvml_every_round_counts() -> None:
-    found = [Round(times_us={"a": 1.0})] * 3
-    assert paired_stats.good(found) == found
+    rounds = [Round(times_us={"a": 1.0})] * 3
+    assert paired_stats.good(rounds) == rounds
     assert paired_stats.good([]) == []
 
 
@@ -118,32 +118,32 @@ def test_the_ranks_are_those_of_the_binomial_distribution() -> None:
                 2 * sum(Fraction(math.comb(count, below), 2**count) for below in range(rank))
                 for rank in range(1, count // 2 + 1)
             ]
-            expected = sum(one <= Fraction(alpha) for one in outside)
+            expected = sum(chance <= Fraction(alpha) for chance in outside)
             assert paired_stats.median_rank(count, alpha) == expected, (count, alpha)
 
 
 def test_too_few_rounds_say_nothing() -> None:
-    found = drawn({"a": 1.0, "b": 2.0}, LOOKS[0], 0)
-    assert paired_stats.interval(found[:7], "b", "a", finalists=2) is None
-    lead = paired_stats.interval(found, "b", "a", finalists=2)
+    rounds = drawn({"a": 1.0, "b": 2.0}, LOOKS[0], 0)
+    assert paired_stats.interval(rounds[:7], "b", "a", finalists=2) is None
+    lead = paired_stats.interval(rounds, "b", "a", finalists=2)
     assert lead is not None
     assert lead.low > 1.8
 
 
 def test_an_interval_is_free_of_what_drifts_for_all() -> None:
-    found = drawn({"a": 100.0, "b": 103.0}, 96, 1, spread=0.002, drift=0.2)
-    lead = paired_stats.interval(found, "b", "a", finalists=2)
+    rounds = drawn({"a": 100.0, "b": 103.0}, 96, 1, spread=0.002, drift=0.2)
+    lead = paired_stats.interval(rounds, "b", "a", finalists=2)
     assert lead is not None
     assert lead.low == pytest.approx(1.03, abs=0.003)
     assert lead.high == pytest.approx(1.03, abs=0.003)
 
 
 def test_swapping_the_two_gives_the_reciprocal() -> None:
-    found = drawn({"a": 100.0, "b": 103.0}, 49, 1)
-    one, other = (paired_stats.interval(found, *pair, finalists=3) for pair in (("b", "a"), ("a", "b")))
-    assert one is not None
-    assert other is not None
-    assert (one.low, one.ratio, one.high) == pytest.approx((1 / other.high, 1 / other.ratio, 1 / other.low))
+    rounds = drawn({"a": 100.0, "b": 103.0}, 49, 1)
+    lead, swapped = (paired_stats.interval(rounds, *pair, finalists=3) for pair in (("b", "a"), ("a", "b")))
+    assert lead is not None
+    assert swapped is not None
+    assert (lead.low, lead.ratio, lead.high) == pytest.approx((1 / swapped.high, 1 / swapped.ratio, 1 / swapped.low))
 
 
 @pytest.mark.parametrize("ends", [(0.0, 1.0), (1.1, 1.2), (0.9, math.inf), (0.9, 0.95), (math.nan, 1.2)])
@@ -154,8 +154,8 @@ def test_an_interval_holds_its_ratio(ends: tuple[float, float]) -> None:
 
 def looked(times: dict[str, float], seed: int, finalists: int) -> list[Interval | None]:
     """What somebody sees who looks at every planned look."""
-    found = drawn(times, LOOKS[-1], seed)
-    return [paired_stats.interval(found[:look], "b", "a", finalists=finalists) for look in LOOKS]
+    rounds = drawn(times, LOOKS[-1], seed)
+    return [paired_stats.interval(rounds[:look], "b", "a", finalists=finalists) for look in LOOKS]
 
 
 def test_without_a_difference_95_of_100_contests_say_so_at_every_look() -> None:
@@ -164,14 +164,14 @@ def test_without_a_difference_95_of_100_contests_say_so_at_every_look() -> None:
     held = 0
     for seed in range(contests):
         seen = looked({"a": 100.0, "b": 100.0}, seed, finalists=1)
-        held += all(one is None or one.low <= 1.0 <= one.high for one in seen)
+        held += all(interval is None or interval.low <= 1.0 <= interval.high for interval in seen)
     assert held / contests >= 0.95
     # The same rounds, looked at as often without paying for it, mislead more than 5%.
     naive = 0
     for seed in range(contests):
-        found = drawn({"a": 100.0, "b": 100.0}, LOOKS[-1], seed)
+        rounds = drawn({"a": 100.0, "b": 100.0}, LOOKS[-1], seed)
         for look in LOOKS:
-            ratios = sorted(one.times_us["b"] / one.times_us["a"] for one in found[:look])
+            ratios = sorted(round_.times_us["b"] / round_.times_us["a"] for round_ in rounds[:look])
             rank = paired_stats.median_rank(look, paired_stats.ALPHA)
             if not ratios[rank - 1] <= 1.0 <= ratios[-rank]:
                 naive += 1
@@ -181,13 +181,19 @@ def test_without_a_difference_95_of_100_contests_say_so_at_every_look() -> None:
 
 def test_two_percent_are_found_where_the_spread_is_one_percent() -> None:
     contests = 200
-    found = sum(
-        any(one is not None and one.low > 1.0 for one in looked({"a": 100.0, "b": 102.0}, seed, finalists=5)[:4])
+    detected = sum(
+        any(
+            interval is not None and interval.low > 1.0
+            for interval in looked({"a": 100.0, "b": 102.0}, seed, finalists=5)[:4]
+        )
         for seed in range(contests)
     )
-    assert found / contests > 0.99  # within 128 rounds
+    assert detected / contests > 0.99  # within 128 rounds
     wrong = sum(
-        any(one is not None and one.high < 1.0 for one in looked({"a": 100.0, "b": 102.0}, seed, finalists=5))
+        any(
+            interval is not None and interval.high < 1.0
+            for interval in looked({"a": 100.0, "b": 102.0}, seed, finalists=5)
+        )
         for seed in range(contests)
     )
     assert wrong == 0
@@ -201,8 +207,8 @@ FINALISTS = ["first", "second", "third", "fourth"]
 
 def test_who_is_clearly_slower_is_out_and_who_is_as_good_is_in() -> None:
     times = dict(zip(FINALISTS, (100.0, 100.1, 103.0, 140.0), strict=True))
-    found = paired_stats.ties(drawn(times, 192, 0), FINALISTS)
-    assert set(found.members) == set(found.near) == {"first", "second"}
+    ties = paired_stats.ties(drawn(times, 192, 0), FINALISTS)
+    assert set(ties.members) == set(ties.near) == {"first", "second"}
 
 
 def test_the_class_has_the_truly_fastest_in_95_of_100_contests() -> None:
@@ -216,10 +222,10 @@ def test_the_class_has_the_truly_fastest_in_95_of_100_contests() -> None:
 
 def test_who_seems_much_slower_may_not_win_for_want_of_rounds() -> None:
     times = dict(zip(FINALISTS, (100.0, 100.3, 104.0, 140.0), strict=True))
-    found = paired_stats.ties(drawn(times, 4, 0, spread=0.001), FINALISTS)
-    assert set(found.members) == set(FINALISTS), "four rounds exclude nobody"
-    assert set(found.near) == {"first", "second"}
-    assert not found.decided
+    ties = paired_stats.ties(drawn(times, 4, 0, spread=0.001), FINALISTS)
+    assert set(ties.members) == set(FINALISTS), "four rounds exclude nobody"
+    assert set(ties.near) == {"first", "second"}
+    assert not ties.decided
 
 
 def test_the_leader_is_the_fastest_whatever_drifts() -> None:
@@ -276,6 +282,6 @@ def test_discarded_rounds_bring_no_look_closer() -> None:
         return Pulse(clock_mhz=1200 if count % 4 == 0 else 1980, slowed=False)
 
     enough = paired_stats.stopper(["a", "b"], seconds=1e9, now=lambda: float(next(times)))
-    found = paired_stats.hold(["a", "b"], {"a": 100.0, "b": 150.0}.__getitem__, pulse, seed=0, enough=enough)
-    assert len(paired_stats.good(found)) == LOOKS[0]
-    assert len(found) > LOOKS[0]
+    rounds = paired_stats.hold(["a", "b"], {"a": 100.0, "b": 150.0}.__getitem__, pulse, seed=0, enough=enough)
+    assert len(paired_stats.good(rounds)) == LOOKS[0]
+    assert len(rounds) > LOOKS[0]

@@ -60,12 +60,12 @@ def test_the_band_says_which_keys_a_query_sees(seq_q: int, seq_kv: int, mask: Ma
 
 @given(st.integers(1, 24), st.integers(1, 24), masks)
 def test_a_simplified_problem_keeps_the_same_pairs(seq_q: int, seq_kv: int, mask: Mask) -> None:
-    one = problem(seq_q=seq_q, seq_kv=seq_kv, mask=mask)
-    other = one.simplified()
-    assert other.simplified() == other
+    call = problem(seq_q=seq_q, seq_kv=seq_kv, mask=mask)
+    simplified = call.simplified()
+    assert simplified.simplified() == simplified
     for query in range(seq_q):
         for key in range(seq_kv):
-            assert sees(one.mask, query, key, seq_q, seq_kv) == sees(other.mask, query, key, seq_q, seq_kv)
+            assert sees(call.mask, query, key, seq_q, seq_kv) == sees(simplified.mask, query, key, seq_q, seq_kv)
 
 
 @pytest.mark.parametrize(
@@ -98,16 +98,16 @@ def test_what_is_learned_is_a_fact_of_the_backward_problem_alone() -> None:
 
 @given(st.integers(1, 512), st.sampled_from(MASKS[1:]))
 def test_both_alignments_are_one_problem_when_the_lengths_agree(seq: int, mask: Mask) -> None:
-    one = problem(seq_q=seq, seq_kv=seq, mask=mask)
-    other = problem(seq_q=seq, seq_kv=seq, mask=Mask.parse("causal"))
-    assert one == other
-    assert one.key == other.key
+    first = problem(seq_q=seq, seq_kv=seq, mask=mask)
+    second = problem(seq_q=seq, seq_kv=seq, mask=Mask.parse("causal"))
+    assert first == second
+    assert first.key == second.key
 
 
 def test_the_alignments_stay_two_problems_when_the_lengths_differ() -> None:
-    one, other = (problem(mask=mask) for mask in MASKS[1:])
-    assert one != other
-    assert one.key != other.key
+    first, second = (problem(mask=mask) for mask in MASKS[1:])
+    assert first != second
+    assert first.key != second.key
 
 
 def test_flops_are_four_per_kept_pair_and_element() -> None:
@@ -168,39 +168,39 @@ problems = st.builds(
 
 
 @given(problems, problems)
-def test_the_key_tells_problems_apart(one: Problem, other: Problem) -> None:
-    assert (one.key == other.key) == (one == other)
-    assert (str(one) == str(other)) == (one == other)
+def test_the_key_tells_problems_apart(first: Problem, second: Problem) -> None:
+    assert (first.key == second.key) == (first == second)
+    assert (str(first) == str(second)) == (first == second)
 
 
 @given(problems)
-def test_the_key_can_stand_in_a_file_name(one: Problem) -> None:
-    assert set(one.key) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-")
+def test_the_key_can_stand_in_a_file_name(problem: Problem) -> None:
+    assert set(problem.key) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-")
 
 
 def test_numerics_stand_in_names_only_when_they_are_online_and_change_no_kernel() -> None:
-    one, online = problem(), problem(numerics=Numerics.ONLINE)
-    assert one == problem(numerics=Numerics.ANY)
-    assert "any" not in one.key + str(one)
-    assert (online.key, str(online)) == (f"{one.key}_online", f"{one} online")
-    assert kernel_kind.shares_kernels(one, online)
-    assert one.family == online.family
+    default, online = problem(), problem(numerics=Numerics.ONLINE)
+    assert default == problem(numerics=Numerics.ANY)
+    assert "any" not in default.key + str(default)
+    assert (online.key, str(online)) == (f"{default.key}_online", f"{default} online")
+    assert kernel_kind.shares_kernels(default, online)
+    assert default.family == online.family
 
 
 @given(st.randoms(use_true_random=False))
 def test_any_problem_has_a_key_for_a_file_name_and_one_line_of_words(rng: random.Random) -> None:
-    one = drawn.call_of(rng, drawn.LARGE).problem
-    assert set(one.key) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-.")
-    assert "\n" not in str(one)
-    assert one.flops() >= 0
-    assert one.bytes() > 0
+    problem = drawn.call_of(rng, drawn.LARGE).problem
+    assert set(problem.key) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-.")
+    assert "\n" not in str(problem)
+    assert problem.flops() >= 0
+    assert problem.bytes() > 0
 
 
 @given(st.integers(1, 6), st.integers(1, 50), st.integers(0, 300))
 def test_lengths_of_packed_sequences_fill_the_tokens(batch: int, longest: int, more: int) -> None:
     tokens = longest + more
-    one = problem(batch=batch, layout=Layout.PACKED, seq_q=longest, seq_kv=longest, tokens_q=tokens, tokens_kv=tokens)
-    queries = [pair[0] for pair in one.lengths()]
+    call = problem(batch=batch, layout=Layout.PACKED, seq_q=longest, seq_kv=longest, tokens_q=tokens, tokens_kv=tokens)
+    queries = [pair[0] for pair in call.lengths()]
     assert max(queries) == longest
     assert sum(queries) == min(tokens, batch * longest)
 

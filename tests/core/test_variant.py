@@ -17,17 +17,17 @@ values = st.integers() | st.booleans() | st.text(max_size=5)
 
 def test_the_order_of_parameters_leaves_no_trace() -> None:
     variants = {Variant.of("triton/forward", dict(order)) for order in itertools.permutations(PARAMS.items())}
-    (one,) = variants
-    assert one.params == (("BLOCK_M", 64), ("num_warps", 4), ("softmax", "online"))
-    assert Variant(template="triton/forward", params=tuple(reversed(one.params))) == one
+    (variant,) = variants
+    assert variant.params == (("BLOCK_M", 64), ("num_warps", 4), ("softmax", "online"))
+    assert Variant(template="triton/forward", params=tuple(reversed(variant.params))) == variant
 
 
 @given(st.dictionaries(st.text(max_size=5), values, max_size=5))
 def test_a_variant_gives_back_what_it_was_made_of(params: dict[str, Value]) -> None:
-    one = Variant.of("t/u", params)
-    assert one.as_dict() == params
-    assert list(one.as_dict()) == sorted(params)
-    assert {name: one[name] for name in params} == params
+    variant = Variant.of("t/u", params)
+    assert variant.as_dict() == params
+    assert list(variant.as_dict()) == sorted(params)
+    assert {name: variant[name] for name in params} == params
 
 
 def test_a_parameter_that_is_not_there_is_a_key_error() -> None:
@@ -36,16 +36,16 @@ def test_a_parameter_that_is_not_there_is_a_key_error() -> None:
 
 
 def test_its_dictionary_is_the_callers_own() -> None:
-    one = Variant.of("triton/forward", PARAMS)
-    one.as_dict()["BLOCK_M"] = 16
-    assert one["BLOCK_M"] == 64
+    variant = Variant.of("triton/forward", PARAMS)
+    variant.as_dict()["BLOCK_M"] = 16
+    assert variant["BLOCK_M"] == 64
 
 
 def test_digests_tell_variants_apart() -> None:
     changes: list[dict[str, Value]] = [{}, {"BLOCK_M": 128}, {"softmax": "lazy"}, {"BLOCK_M": "64"}, {"extra": 1}]
     variants = [Variant.of("triton/forward", {**PARAMS, **change}) for change in changes]
     variants.append(Variant.of("gluon/forward", PARAMS))
-    assert len({one.digest for one in variants}) == len(set(variants)) == 6
+    assert len({variant.digest for variant in variants}) == len(set(variants)) == 6
     assert variants[0].digest == Variant.of("triton/forward", dict(reversed(PARAMS.items()))).digest
 
 
@@ -79,7 +79,10 @@ def test_tuning_runs_on_the_easy_traits() -> None:
 
 
 def test_a_source_is_named_by_its_text_alone() -> None:
-    one = Source(name="f", text="text", variant=Variant.of("t/u", {}), traits=Traits())
-    assert one.digest == digest_of("text")
-    assert dataclasses.replace(one, variant=Variant.of("t/u", {"a": 1}), traits=Traits(lse=True)).digest == one.digest
-    assert dataclasses.replace(one, text="text ").digest != one.digest
+    source = Source(name="f", text="text", variant=Variant.of("t/u", {}), traits=Traits())
+    assert source.digest == digest_of("text")
+    assert (
+        dataclasses.replace(source, variant=Variant.of("t/u", {"a": 1}), traits=Traits(lse=True)).digest
+        == source.digest
+    )
+    assert dataclasses.replace(source, text="text ").digest != source.digest

@@ -13,11 +13,11 @@ RESULTS = BENCHMARKS / "results"
 def test_the_figures_are_those_of_the_last_run_that_left_problems_out() -> None:
     text = max(RESULTS.glob("*_model_quality_left_out.md")).read_text(encoding="utf-8")
     summary = text.partition("| family | problems |")[2]
-    for family, one in accuracy.LEFT_OUT.items():
+    for family, quality in accuracy.LEFT_OUT.items():
         line = next(line for line in summary.splitlines() if line.startswith(f"| {family} |"))
         assert line == (
-            f"| {family} | {one.problems} | {one.variants} | {one.spearman:.3f}, {one.lowest:.3f} | "
-            f"{100 * one.ten:.1f}%, {100 * one.worst:.1f}% |"
+            f"| {family} | {quality.problems} | {quality.variants} | {quality.spearman:.3f}, {quality.lowest:.3f} | "
+            f"{100 * quality.ten:.1f}%, {100 * quality.worst:.1f}% |"
         )
 
 

@@ -164,10 +164,10 @@ def test_time_grows_with_the_batch_once_the_card_is_full():
 
 def test_one_tile_more_than_a_wave_costs_a_wave():
     per_wave = A100.sm_count * occupancy(A100, 240, 48 * 1024, 4)
-    one, more, two = (
+    one_wave, one_more, two_waves = (
         time(problem(batch=1, heads_q=n, heads_kv=n, seq_q=128)) for n in (per_wave, per_wave + 1, 2 * per_wave)
     )
-    assert one < more < two
+    assert one_wave < one_more < two_waves
 
 
 def test_spills_cost():
@@ -221,9 +221,9 @@ def test_the_model_ranks_the_measured_kernels_as_well_as_its_page_says():
     judged = [row for row in model_quality.rows() if len(row.cases) > model_quality.FEWEST]
     assert sum(len(row.cases) for row in judged) > 600
     for row in judged:
-        found = model_quality.quality(row, [model_quality.milliseconds(case) for case in row.cases])
-        assert found.spearman > 0.85, f"{row.name} {row.problem}: {found.spearman}"
-        assert found.ten < 0.1, f"{row.name} {row.problem}: {found.ten}"
+        quality = model_quality.quality(row, [model_quality.milliseconds(case) for case in row.cases])
+        assert quality.spearman > 0.85, f"{row.name} {row.problem}: {quality.spearman}"
+        assert quality.ten < 0.1, f"{row.name} {row.problem}: {quality.ten}"
 
 
 def test_constants_lie_within_their_bounds():
@@ -238,16 +238,16 @@ def test_a_fit_finds_the_constants_that_times_were_made_with():
     kind = Kind.SYNCHRONOUS
     true = {**CONSTANTS, kind: replace(CONSTANTS[kind], pass_latency=300.0, barrier_latency=200.0)}
     rows = [row for row in model_quality.rows() if row.name == "sm_80"]
-    made = [
+    synthetic = [
         replace(
             row,
             cases=tuple(replace(case, median_ms=model_quality.milliseconds(case, true)) for case in row.cases),
         )
         for row in rows
     ]
-    found = model_quality.fit(made, kind)
-    assert found.pass_latency == pytest.approx(300.0, rel=0.1)
-    assert found.barrier_latency == pytest.approx(200.0, rel=0.1)
+    fitted = model_quality.fit(synthetic, kind)
+    assert fitted.pass_latency == pytest.approx(300.0, rel=0.1)
+    assert fitted.barrier_latency == pytest.approx(200.0, rel=0.1)
     assert set(FITTED[kind]) <= set(BOUNDS)
 
 
@@ -296,7 +296,7 @@ def test_each_family_counts_packed_heads_in_its_own_way():
     triton, gluon = (search_space.load(f"{family}/forward") for family in ("triton", "gluon"))
     assert [triton.heads_of_tile({"PACK_GQA": packed}, of) for packed in (0, 1)] == [1, 8]
     assert [gluon.heads_of_tile({"PACK_GQA": packed}, of) for packed in (1, 4)] == [1, 4]
-    assert [one.heads_of_tile({}, of) for one in (triton, gluon)] == [1, 1]
+    assert [space.heads_of_tile({}, of) for space in (triton, gluon)] == [1, 1]
 
 
 @pytest.mark.parametrize(("group", "together", "heads"), [(7, 8, 1), (7, 4, 2), (8, 4, 2), (7, 1, 7), (1, 1, 1)])

@@ -37,9 +37,9 @@ def test_the_times_are_the_means_of_the_rows_of_the_table() -> None:
 
 
 def test_a_time_holds_for_the_same_call_on_the_same_card_alone() -> None:
-    found = published_times.time_of(PROBLEM, "a30")
-    assert found is not None
-    assert found.time_us == 12835.0
+    published = published_times.time_of(PROBLEM, "a30")
+    assert published is not None
+    assert published.time_us == 12835.0
     assert published_times.time_of(PROBLEM, "a100") is None
     for change in (
         {"heads_kv": 64}, {"seq_kv": 4096}, {"head_dim": 64, "head_dim_v": 64}, {"dtype": DType.FLOAT32},

@@ -17,7 +17,7 @@ MASKS = ["full", "causal", "causal:top-left", "window:40,-1", "window:-1,20", "w
 def walked(of, seq_q, seq_kv, block_m, block_n):
     """(blocks that all rows of a tile see whole, blocks between the first and the last key of some row) by tile."""
     first, last = of.band(seq_q, seq_kv)
-    found = []
+    blocks = []
     for start in range(0, seq_q, block_m):
         # A tile's last rows may lie beyond the problem; they see what rows there would.
         rows, keys = np.arange(start, start + block_m)[:, None], np.arange(seq_kv)[None, :]
@@ -27,8 +27,8 @@ def walked(of, seq_q, seq_kv, block_m, block_n):
         columns = [kept[:, n : n + block_n] for n in range(0, seq_kv, block_n)]
         seen = [place for place, column in enumerate(columns) if column.any()]
         whole = sum(column.shape[1] == block_n and column.all() for column in columns)
-        found.append((whole, seen[-1] + 1 - seen[0] if seen else 0))
-    return found
+        blocks.append((whole, seen[-1] + 1 - seen[0] if seen else 0))
+    return blocks
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -142,7 +142,7 @@ def test_a_tile_of_packed_heads_walks_what_its_queries_see(mask):
 def test_sequences_of_unequal_lengths_in_a_cache_walk_what_the_mean_of_them_does():
     """A launch shares the keys out by lengths: one sequence of 100,000 keys beside 63 short ones is no 64 of them."""
     lengths = KeyLengths.parse("100000,uniform:100-4000")
-    one = problem(batch=64, seq_q=1, seq_kv=100_000, layout=Layout.BSHD, cache=KeyCache(page=16), key_lengths=lengths)
-    (blocks,), (masked,) = tile_schedule.key_blocks(one, 16, 64, "split")
+    call = problem(batch=64, seq_q=1, seq_kv=100_000, layout=Layout.BSHD, cache=KeyCache(page=16), key_lengths=lengths)
+    (blocks,), (masked,) = tile_schedule.key_blocks(call, 16, 64, "split")
     total = 64 * 64 * (blocks + masked)
     assert total == pytest.approx(sum(lengths.drawn(64)), rel=0.03)

@@ -117,7 +117,7 @@ def test_the_winners_are_those_that_the_command_prints(
 def test_the_predicted_times_are_those_of_the_cache() -> None:
     said = re.findall(r"^\[ ?\d+/95\] (.*): (\S+) us, (\S+) TFLOP/s predicted", ABSENT_CARD, flags=re.MULTILINE)
     (file,) = (file for file in store.read_folder(ROOT / "cache") if file.device == "a30")
-    entries = [file.entries[one.problem.key] for one in shapes_file.load(ROOT / "shapes.yaml")]
+    entries = [file.entries[named.problem.key] for named in shapes_file.load(ROOT / "shapes.yaml")]
     predicted = [(str(entry.problem), *show.row(entry)[1:3]) for entry in entries]
     assert len(said) == 3
     assert set(said) <= set(predicted)

@@ -29,7 +29,7 @@ def said(text: str) -> bool:
     longest = max(text.split("…"), key=len)
     words = max(re.split(r"['\"]", longest), key=len).split()
     likely = (source for source in CODE.values() if all(word in source for word in words))
-    return any(text in one for source in likely for one in texts(source))
+    return any(text in literal for source in likely for literal in texts(source))
 
 
 def test_every_error_text_of_the_page_is_in_the_code() -> None:
@@ -71,4 +71,4 @@ def test_the_table_of_versions_and_cards_has_what_is_supported() -> None:
     assert f"| Triton | {oldest} to {newest}," in page
     assert f"| PyTorch | {triton_release.TORCH[oldest]} or newer |" in page
     cards = page.partition("## Cards")[2].replace(" ", "").lower()
-    assert [one.name for one in device_profiles.all_devices() if one.name.partition("-")[0] not in cards] == []
+    assert [device.name for device in device_profiles.all_devices() if device.name.partition("-")[0] not in cards] == []

@@ -51,7 +51,7 @@ class Block(NamedTuple):
 
 def blocks(page: str) -> list[Block]:
     text = (CHECKOUT / page).read_text(encoding="utf-8")
-    return [Block(*found) for found in re.findall(r"^```(\S*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
+    return [Block(*fields) for fields in re.findall(r"^```(\S*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
 
 
 def of(page: str, *languages: str) -> list[str]:
@@ -143,7 +143,7 @@ def check_command(program: Any, words: list[str]) -> None:
     """Fails unless `autoattn` takes these words; nothing runs."""
     with program.make_context("autoattn", [], resilient_parsing=True) as context:
         if words[0].startswith("--"):
-            assert words[0] in {name for one in program.params for name in one.opts}
+            assert words[0] in {name for option in program.params for name in option.opts}
             return
         name, command, rest = program.resolve_command(context, words)
         with command.make_context(name, rest, parent=context) as below:

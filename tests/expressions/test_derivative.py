@@ -52,10 +52,10 @@ def test_it_is_what_autograd_finds(text: str) -> None:
     expected = torch.zeros_like(score)
     if answer.requires_grad:
         (expected,) = torch.autograd.grad(answer.expand_as(score).sum(), score)
-    found = derivative.of(text).evaluate(names, IN_TORCH)
-    found = found if isinstance(found, torch.Tensor) else torch.tensor(found)
-    found = found.double().expand_as(score).where(answer != -torch.inf, 0.0)  # pairs without a weight have none
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    gradient = derivative.of(text).evaluate(names, IN_TORCH)
+    gradient = gradient if isinstance(gradient, torch.Tensor) else torch.tensor(gradient)
+    gradient = gradient.double().expand_as(score).where(answer != -torch.inf, 0.0)  # pairs without a weight have none
+    torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_a_pair_that_is_hidden_has_the_derivative_of_the_others() -> None:
@@ -80,6 +80,6 @@ def test_every_function_and_operator_is_among_them() -> None:
 
 def test_what_is_no_step_is_computed_once() -> None:
     """Lines keep their names, and a line that grows has one more behind it, whose name is free."""
-    found = derivative.of("x = tanh(score)\ngrowth_of_x = x * x\ngrowth_of_x + q_idx")
-    assert [name for name, _ in found.steps] == ["x", "growth_of_x_", "growth_of_x", "growth_of_growth_of_x"]
-    assert found.triton()[-1] == "return own_growth_of_growth_of_x"
+    expression = derivative.of("x = tanh(score)\ngrowth_of_x = x * x\ngrowth_of_x + q_idx")
+    assert [name for name, _ in expression.steps] == ["x", "growth_of_x_", "growth_of_x", "growth_of_growth_of_x"]
+    assert expression.triton()[-1] == "return own_growth_of_growth_of_x"

@@ -44,7 +44,9 @@ WINDOW = 2
 
 def evaluated(function: Callable[..., Any] | str, names: tuple[str, ...]) -> Tensor:
     text, tensors = trace(function, names)
-    known = dict(zip(SCORE_NAMES, GRID, strict=True)) | {f"captured{place}": one for place, one in enumerate(tensors)}
+    known = dict(zip(SCORE_NAMES, GRID, strict=True)) | {
+        f"captured{place}": tensor for place, tensor in enumerate(tensors)
+    }
     answer = language.parse(text, names).evaluate(known, attention_formula.FUNCTIONS)
     return torch.as_tensor(answer).expand(B, H, Q, K)
 
@@ -286,8 +288,8 @@ def test_captured_tensors_are_checked_against_what_is_declared_and_asked() -> No
 @pytest.mark.parametrize("name", ["relative below 0", "rounded", "rests", "casts", "powers", "weighted", "extremes"])
 def test_a_kernel_computes_a_traced_score_mod(child: Pool, name: str) -> None:
     text, _ = trace(SCORES[name], SCORE_NAMES)
-    one = kernels.problem(batch=1, heads_q=2, heads_kv=2, seq_q=17, seq_kv=20, modifiers=Modifiers(score_mod=text))
-    result = interpreted.run(child, one)
+    problem = kernels.problem(batch=1, heads_q=2, heads_kv=2, seq_q=17, seq_kv=20, modifiers=Modifiers(score_mod=text))
+    result = interpreted.run(child, problem)
     assert result.ok, result
 
 

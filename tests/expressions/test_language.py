@@ -258,8 +258,8 @@ where(near, score + captured0[h] * v, w + 0.01 * k + (q_idx > 2) * 0.5 + to_int(
 
 
 def test_all_functions_and_operators_compile_for_a_gpu() -> None:
-    one = kernels.problem(modifiers=Modifiers(score_mod=EVERYTHING))
-    compiler.build(kernels.source(one, num_warps=4), 80)
+    problem = kernels.problem(modifiers=Modifiers(score_mod=EVERYTHING))
+    compiler.build(kernels.source(problem, num_warps=4), 80)
 
 
 def test_a_mask_compiles_for_a_gpu() -> None:

@@ -137,9 +137,9 @@ def test_a_compiler_tells_the_machines_failures_from_the_variants(
             raise CompileError("Triton cannot compile this variant") from error
 
     monkeypatch.setattr(compiler, "inspect", inspect)
-    found = Inspect(source=kernels.source(kernels.problem()), arch=80).run({})
-    assert isinstance(found, Failure)
-    assert found.outcome is outcome
+    failure = Inspect(source=kernels.source(kernels.problem()), arch=80).run({})
+    assert isinstance(failure, Failure)
+    assert failure.outcome is outcome
 
 
 def run(folder: Path, **changes: Any) -> search_options.Summary:

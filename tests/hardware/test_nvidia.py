@@ -35,7 +35,7 @@ class FakeNvml(SimpleNamespace):
     NVMLError = NVMLError
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
-        self.asked = uuid
+        self.requested_uuid = uuid
         return uuid
 
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: str) -> int:  # noqa: N802
@@ -165,23 +165,23 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 @pytest.mark.parametrize(("reasons", "slowed"), [(0, False), (4, False), (8, True), (64, True), (4 | 64, True)])
 def test_a_slowdown_is_told_from_the_power_cap_of_normal_load(nvml: FakeNvml, reasons: int, slowed: bool) -> None:
     nvml.reasons = reasons
-    found = nvidia.pulse(0)
-    assert found is not None
-    assert (found.clock_mhz, found.slowed, found.temperature_c) == (1755, slowed, 61)
+    pulse = nvidia.pulse(0)
+    assert pulse is not None
+    assert (pulse.clock_mhz, pulse.slowed, pulse.temperature_c) == (1755, slowed, 61)
 
 
 def test_what_holds_the_clock_down_is_told_in_words(nvml: FakeNvml) -> None:
     nvml.reasons = 4 | 64 | 1  # 1 is idleness, which holds nothing down
-    found = nvidia.pulse(0)
-    assert found is not None
-    assert found.reasons == ("power cap", "hardware thermal slowdown")
+    pulse = nvidia.pulse(0)
+    assert pulse is not None
+    assert pulse.reasons == ("power cap", "hardware thermal slowdown")
 
 
 @pytest.mark.parametrize("uuid", ["1234", "GPU-1234"])
 def test_the_card_is_the_one_that_cuda_means(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, uuid: str) -> None:
     plug_in(monkeypatch, uuid=uuid)
     nvidia.pulse(0)
-    assert nvml.asked == "GPU-1234"
+    assert nvml.requested_uuid == "GPU-1234"
 
 
 def test_a_card_that_tells_no_temperature_tells_its_clock(nvml: FakeNvml) -> None:

@@ -14,23 +14,23 @@ from autoattn.hardware.timer import STUCK_SECONDS, metered, summary
 def test_a_summary_holds_the_median_and_the_quantiles() -> None:
     times = [float(value) for value in range(1, 102)]
     random.Random(0).shuffle(times)
-    found = summary(times, 51_000_000, [Pulse(clock_mhz=1755, slowed=False)])
-    assert (found.median_us, found.p20_us, found.p80_us) == (51.0, 21.0, 81.0)
-    assert (found.samples, found.clock_mhz, found.throttled) == (101, 1755, False)
-    assert found.tflops == pytest.approx(1.0)
+    measurement = summary(times, 51_000_000, [Pulse(clock_mhz=1755, slowed=False)])
+    assert (measurement.median_us, measurement.p20_us, measurement.p80_us) == (51.0, 21.0, 81.0)
+    assert (measurement.samples, measurement.clock_mhz, measurement.throttled) == (101, 1755, False)
+    assert measurement.tflops == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("count", range(1, 30))
 def test_quantiles_are_samples_that_enclose_the_median(count: int) -> None:
     times = [random.Random(count).uniform(1.0, 9.0) for _ in range(count)]
-    found = summary(times, 1, [Pulse(clock_mhz=1000, slowed=True), Pulse(clock_mhz=1755, slowed=False)])
-    assert found.median_us == statistics.median(times)
-    assert found.p20_us in times
-    assert found.p80_us in times
-    assert found.p20_us <= found.median_us <= found.p80_us
-    assert sum(time < found.p20_us for time in times) <= 0.2 * count
-    assert sum(time > found.p80_us for time in times) <= 0.2 * count
-    assert found.throttled
+    measurement = summary(times, 1, [Pulse(clock_mhz=1000, slowed=True), Pulse(clock_mhz=1755, slowed=False)])
+    assert measurement.median_us == statistics.median(times)
+    assert measurement.p20_us in times
+    assert measurement.p80_us in times
+    assert measurement.p20_us <= measurement.median_us <= measurement.p80_us
+    assert sum(time < measurement.p20_us for time in times) <= 0.2 * count
+    assert sum(time > measurement.p80_us for time in times) <= 0.2 * count
+    assert measurement.throttled
 
 
 def test_one_outlier_moves_no_quantile() -> None:
@@ -60,10 +60,10 @@ class Card:
 @pytest.mark.parametrize("tick", [0.02, 0.1])
 def test_energy_is_right_though_the_counter_moves_in_steps(call: float, tick: float) -> None:
     card = Card(watts=500.0, tick=tick, call=call)
-    found = metered(card.step, card.joules, card.now, seconds=1.0)
-    assert found is not None
-    assert found.watts == pytest.approx(500.0, rel=0.1 if call > 0.01 else 0.01)
-    assert found.joules == pytest.approx(500.0 * call, rel=0.1 if call > 0.01 else 0.01)
+    energy = metered(card.step, card.joules, card.now, seconds=1.0)
+    assert energy is not None
+    assert energy.watts == pytest.approx(500.0, rel=0.1 if call > 0.01 else 0.01)
+    assert energy.joules == pytest.approx(500.0 * call, rel=0.1 if call > 0.01 else 0.01)
 
 
 def test_energy_of_a_counter_that_stands_still_is_none() -> None:

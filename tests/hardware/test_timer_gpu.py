@@ -91,7 +91,7 @@ def test_finals_end_when_all_is_decided(stopwatch: Stopwatch) -> None:
     }
     taken = stopwatch.finals(calls, ["a", "b"], seconds=30.0, seed=0)
     assert paired_stats.LOOKS[0] <= len(taken) <= paired_stats.LOOKS[1]
-    assert len({tuple(one.times_us) for one in taken}) > 1, "in random order"
+    assert len({tuple(round_.times_us) for round_ in taken}) > 1, "in random order"
     lead = paired_stats.interval(paired_stats.good(taken), "b", "a", finalists=2)
     assert lead is not None
     assert 1.4 < lead.low < lead.high < 1.6
@@ -111,11 +111,11 @@ def test_energy_is_counted_and_more_work_costs_more(stopwatch: Stopwatch) -> Non
 
     ratios = []
     for _ in range(5):  # a card that waits for its host takes energy all the same, and a host may stand still once
-        one, both = stopwatch.energy(product, 0.3), stopwatch.energy(two, 0.3)
-        assert one is not None
-        assert both is not None
-        assert 50.0 < one.watts < 1500.0
-        ratios.append(both.joules / one.joules)
+        single, double = stopwatch.energy(product, 0.3), stopwatch.energy(two, 0.3)
+        assert single is not None
+        assert double is not None
+        assert 50.0 < single.watts < 1500.0
+        ratios.append(double.joules / single.joules)
     assert 1.7 < statistics.median(ratios) < 2.3
 
 

@@ -77,7 +77,9 @@ def test_the_metadata_is_valid_and_its_description_links_to_nothing_relative() -
     assert (facts.name, str(facts.version), facts.license_expression) == ("autoattn", __version__, "Apache-2.0")
     assert str(facts.requires_python) == ">=3.10"
     assert set(facts.provides_extra or ()) == {"dev", "docs", "frames", "grpc", "integrations", "mysql", "postgresql"}
-    assert {"torch>=2.11", "triton<3.10,>=3.6"} <= {str(one).replace(" ", "") for one in facts.requires_dist or ()}
+    assert {"torch>=2.11", "triton<3.10,>=3.6"} <= {
+        str(requirement).replace(" ", "") for requirement in facts.requires_dist or ()
+    }
     links = re.findall(r"(?:\]\(|src=\")([^)\"]*)", facts.description or "")
     assert len(links) > 10
     assert [link for link in links if not link.startswith("https://")] == []

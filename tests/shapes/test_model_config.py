@@ -23,7 +23,7 @@ def facts(config: dict[str, Any]) -> tuple[Any, ...]:
 
 def problems(config: dict[str, Any], group: str, **choices: Any) -> list[Problem]:
     document = model_config.document(model_config.read(config, "config.json"), **choices)
-    return [one.problem for one in shapes_file.parse(document, "config.json") if group in one.groups]
+    return [named.problem for named in shapes_file.parse(document, "config.json") if group in named.groups]
 
 
 BF16 = DType.BFLOAT16
@@ -106,13 +106,13 @@ def test_what_cannot_be_read_is_one_sentence(config: object, fault: str) -> None
 
 def test_a_language_model_is_prefilled_trained_and_decoded() -> None:
     prefill, training, decode = (problems(LLAMA, group) for group in ("prefill", "training", "decode"))
-    assert [(one.seq_q, one.seq_kv) for one in prefill] == [(1024, 1024), (4096, 4096), (8192, 8192)]
-    assert [(one.seq_q, one.op) for one in training] == [
+    assert [(problem.seq_q, problem.seq_kv) for problem in prefill] == [(1024, 1024), (4096, 4096), (8192, 8192)]
+    assert [(problem.seq_q, problem.op) for problem in training] == [
         *((length, Op.FORWARD) for length in (1024, 4096, 8192)),
         *((length, Op.BACKWARD) for length in (1024, 4096, 8192)),
     ]
-    assert [(one.seq_q, one.seq_kv) for one in decode] == [(1, 1024), (1, 4096), (1, 8192)]
-    assert {(one.heads_q, one.heads_kv, one.head_dim, str(one.mask)) for one in prefill} == {
+    assert [(problem.seq_q, problem.seq_kv) for problem in decode] == [(1, 1024), (1, 4096), (1, 8192)]
+    assert {(problem.heads_q, problem.heads_kv, problem.head_dim, str(problem.mask)) for problem in prefill} == {
         (32, 8, 128, "causal:bottom-right")
     }
 
@@ -120,13 +120,13 @@ def test_a_language_model_is_prefilled_trained_and_decoded() -> None:
 def test_an_encoder_has_no_decoding() -> None:
     document = model_config.document(model_config.read(BERT, "bert"))
     assert list(document["groups"]) == ["inference", "training"]
-    assert [one.seq_q for one in problems(BERT, "inference")] == [512]
+    assert [problem.seq_q for problem in problems(BERT, "inference")] == [512]
 
 
 def test_lengths_batch_and_dtype_may_be_chosen() -> None:
     (problem,) = problems(LLAMA, "prefill", lengths=[100_000], batch=3, dtype="fp32:tf32")
     assert (problem.seq_q, problem.batch, problem.dtype) == (100_000, 3, DType.FLOAT32)
-    lengths = [one.seq_q for one in problems({**LLAMA, "max_position_embeddings": None}, "prefill")]
+    lengths = [call.seq_q for call in problems({**LLAMA, "max_position_embeddings": None}, "prefill")]
     assert lengths == list(model_config.LENGTHS)
 
 
@@ -135,11 +135,11 @@ def test_lengths_batch_and_dtype_may_be_chosen() -> None:
     [(512, [512]), (1024, [1024]), (2048, [1024, 2048]), (16384, [1024, 4096, 16384]), (131072, [1024, 4096, 16384])],
 )
 def test_lengths_end_where_the_model_does(longest: int, lengths: list[int]) -> None:
-    assert [one.seq_q for one in problems({**LLAMA, "max_position_embeddings": longest}, "prefill")] == lengths
+    assert [problem.seq_q for problem in problems({**LLAMA, "max_position_embeddings": longest}, "prefill")] == lengths
 
 
 def test_a_window_that_is_no_shorter_than_the_sequence_is_the_mask_it_comes_to() -> None:
-    assert [str(one.mask) for one in problems(MISTRAL, "prefill")] == [
+    assert [str(problem.mask) for problem in problems(MISTRAL, "prefill")] == [
         "causal:bottom-right", "causal:bottom-right", "window:4095,0",
     ]  # fmt: skip
 

@@ -116,10 +116,10 @@ def test_values_may_have_a_head_dim_of_their_own() -> None:
 
 def test_packed_sequences_say_how_many_tokens_they_have() -> None:
     packed = {"layout": "packed", "batch": 3}
-    one = the_problem(**packed, tokens="200x300", seq="100x128")
-    assert (one.layout, one.batch, one.seq_q, one.seq_kv) == (Layout.PACKED, 3, 100, 128)
-    assert (one.tokens_q, one.tokens_kv) == (200, 300)
-    assert the_problem(**packed, seq="100x128", tokens_q=200, tokens_kv=300) == one
+    problem = the_problem(**packed, tokens="200x300", seq="100x128")
+    assert (problem.layout, problem.batch, problem.seq_q, problem.seq_kv) == (Layout.PACKED, 3, 100, 128)
+    assert (problem.tokens_q, problem.tokens_kv) == (200, 300)
+    assert the_problem(**packed, seq="100x128", tokens_q=200, tokens_kv=300) == problem
     assert the_problem(**packed, tokens=200).tokens_kv == 200
 
 
@@ -135,7 +135,7 @@ def test_numerics_may_be_a_list_and_are_any_where_nothing_is_said() -> None:
 
 def test_gradients_may_have_to_repeat_to_the_bit() -> None:
     both = problems_of({**ONE, "operation": "backward", "deterministic": [False, True]})
-    assert [one.deterministic for one in both] == [False, True]
+    assert [problem.deterministic for problem in both] == [False, True]
     for wrong, words in (
         ("yes", "deterministic must be true or false, got 'yes'"),
         (True, "backward alone, got forward"),
@@ -151,7 +151,7 @@ def test_modifiers_are_switches_words_and_expressions() -> None:
     sloped = the_problem(operation="backward", alibi=True, learned_slopes=True)
     assert sloped.modifiers == Modifiers(alibi=True, learned_slopes=True)
     biases = problems_of({**ONE, "bias": ["none", "keys", "boolean", "additive"]})
-    assert [one.modifiers.bias for one in biases] == list(Bias)[:4]
+    assert [problem.modifiers.bias for problem in biases] == list(Bias)[:4]
     text = "far = q_idx - kv_idx > 9\nwhere(far, -inf, score)"
     assert the_problem(score_mod=f"{text}\n").modifiers == Modifiers(score_mod=text)
 
@@ -273,8 +273,8 @@ def test_the_nearest_value_counts() -> None:
         "defaults": {**ONE, "batch": 1, "heads": 1, "head_dim": 16},
         "groups": {"one": {"defaults": {"heads": 2, "head_dim": 32}, "problems": [{"head_dim": 64}, {}]}},
     }
-    found = [named.problem for named in shapes_file.parse(document, "f.yaml")]
-    assert [(p.batch, p.heads_q, p.head_dim) for p in found] == [(1, 2, 64), (1, 2, 32)]
+    problems = [named.problem for named in shapes_file.parse(document, "f.yaml")]
+    assert [(p.batch, p.heads_q, p.head_dim) for p in problems] == [(1, 2, 64), (1, 2, 32)]
 
 
 @pytest.mark.parametrize(
@@ -293,8 +293,8 @@ def test_the_other_spelling_of_a_default_gives_way(
     document = file_of({**values, "seq": 64, **above}, defaults=below)
     if "seq_q" in above:
         document = file_of({**values, **above}, defaults=below)
-    (found,) = shapes_file.parse(document, "f.yaml")
-    assert found.problem == the_problem(**{"seq": 64, **expected})
+    (named,) = shapes_file.parse(document, "f.yaml")
+    assert named.problem == the_problem(**{"seq": 64, **expected})
 
 
 def test_a_spelling_that_gave_way_does_not_come_back() -> None:
@@ -334,8 +334,8 @@ def test_a_problem_listed_twice_is_one_with_all_its_groups() -> None:
             "third": {"problems": [{**ONE, "batch": [8, 9]}]},
         },
     }
-    found = shapes_file.parse(document, "f.yaml")
-    assert [(named.problem.batch, named.groups) for named in found] == [
+    named_problems = shapes_file.parse(document, "f.yaml")
+    assert [(named.problem.batch, named.groups) for named in named_problems] == [
         (2, ("first", "second")),
         (9, ("first", "third")),
         (8, ("third",)),

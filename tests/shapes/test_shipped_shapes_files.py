@@ -45,8 +45,12 @@ def in_group(group: str) -> list[Problem]:
 
 
 def test_the_root_file_holds_the_promise() -> None:
-    found = shapes_file.load(CHECKOUT / "shapes.yaml")
-    assert Counter(named.groups for named in found) == {("flash2-a100",): 12, ("passes",): 81, ("varlen-a30",): 2}
+    named_problems = shapes_file.load(CHECKOUT / "shapes.yaml")
+    assert Counter(named.groups for named in named_problems) == {
+        ("flash2-a100",): 12,
+        ("passes",): 81,
+        ("varlen-a30",): 2,
+    }
 
 
 def test_flash2_a100_is_flash_attention_on_an_a100() -> None:
@@ -105,36 +109,47 @@ def test_every_row_of_varlen_a30_is_a_problem_of_its_file() -> None:
 
 
 def test_the_other_files_hold_what_their_names_say() -> None:
-    found = {
+    problems = {
         name: [named.problem for named in shapes_file.load(CHECKOUT / f"benchmarks/shapes/{name}.yaml")]
         for name in OTHERS
     }
-    assert {one.mask.density for one in found["sparse"]} == {0.0, 0.5, 7 / 64}
-    assert {one.head_dim for one in found["sparse"] if one.op is Op.FORWARD} == {80, 96, 128, 192}
-    assert {one.head_dim for one in found["sparse"] if one.op is Op.BACKWARD} == {64, 80, 128, 256}
-    assert {one.packed for one in found["packed"]} == {True, False}
-    assert all(one.modifiers.score_mod for one in found["score_mods"])
-    assert all(one.heads_q > one.heads_kv and one not in found["training"] for one in found["shared_keys"])
-    drawn, tuned = found["drawn_shared_keys"], {*found["training"], *found["shared_keys"]}
-    assert (len(drawn), all(one.heads_q > one.heads_kv and one not in tuned for one in drawn)) == (24, True)
-    assert {(one.head_dim, one.head_dim_v) for one in found["head_dims"]} == {(80, 80), (96, 96), (192, 128), (64, 512)}
-    assert {one.precision for one in found["float32"]} == set(Precision)
-    assert {one.dtype for one in found["hopper"]} == {DType.BFLOAT16, DType.FLOAT8}
-    assert {str(one.mask) for one in found["hopper"]} == {
+    assert {problem.mask.density for problem in problems["sparse"]} == {0.0, 0.5, 7 / 64}
+    assert {problem.head_dim for problem in problems["sparse"] if problem.op is Op.FORWARD} == {80, 96, 128, 192}
+    assert {problem.head_dim for problem in problems["sparse"] if problem.op is Op.BACKWARD} == {64, 80, 128, 256}
+    assert {problem.packed for problem in problems["packed"]} == {True, False}
+    assert all(problem.modifiers.score_mod for problem in problems["score_mods"])
+    assert all(
+        problem.heads_q > problem.heads_kv and problem not in problems["training"]
+        for problem in problems["shared_keys"]
+    )
+    drawn, tuned = problems["drawn_shared_keys"], {*problems["training"], *problems["shared_keys"]}
+    assert (len(drawn), all(problem.heads_q > problem.heads_kv and problem not in tuned for problem in drawn)) == (
+        24,
+        True,
+    )
+    assert {(problem.head_dim, problem.head_dim_v) for problem in problems["head_dims"]} == {
+        (80, 80),
+        (96, 96),
+        (192, 128),
+        (64, 512),
+    }
+    assert {problem.precision for problem in problems["float32"]} == set(Precision)
+    assert {problem.dtype for problem in problems["hopper"]} == {DType.BFLOAT16, DType.FLOAT8}
+    assert {str(problem.mask) for problem in problems["hopper"]} == {
         "window:128,0",
         "window:1024,0",
         "full",
         "causal:bottom-right",
     }
-    assert {one.seq_kv for one in found["hopper"] if one.seq_q == 1} == {8192, 131072}
-    alone = [one.modifiers.names for one in found["modifiers"] if one.dtype is DType.BFLOAT16]
+    assert {problem.seq_kv for problem in problems["hopper"] if problem.seq_q == 1} == {8192, 131072}
+    alone = [problem.modifiers.names for problem in problems["modifiers"] if problem.dtype is DType.BFLOAT16]
     assert {len(names) for names in alone} == {0, 1}
     assert len(alone) == len(set(alone)) == 9
 
 
 def test_the_dense_problems_of_the_h200_are_the_26_that_its_peers_were_timed_on() -> None:
-    found = [named.problem for named in shapes_file.load(CHECKOUT / "benchmarks/shapes/h200_dense.yaml")]
-    facts = {(p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_kv, p.head_dim, str(p.mask)) for p in found}
+    problems = [named.problem for named in shapes_file.load(CHECKOUT / "benchmarks/shapes/h200_dense.yaml")]
+    facts = {(p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_kv, p.head_dim, str(p.mask)) for p in problems}
     training = [
         (batch, heads, heads, seq, seq, head_dim)
         for heads, head_dim in ((16, 128), (32, 64))
@@ -146,33 +161,33 @@ def test_the_dense_problems_of_the_h200_are_the_26_that_its_peers_were_timed_on(
         for heads_kv in (32, 8)
     ]
     assert facts == {(*sizes, mask) for sizes in training + flash2_a100 for mask in ("full", "causal:bottom-right")}
-    assert len(found) == 26
-    assert {p.dtype for p in found} == {DType.BFLOAT16}
+    assert len(problems) == 26
+    assert {p.dtype for p in problems} == {DType.BFLOAT16}
 
 
 def test_the_backward_problems_of_the_h200_are_its_18_with_float32_and_deterministic_ones() -> None:
     path = CHECKOUT / "benchmarks/shapes/h200_backward.yaml"
-    found = {group: [named.problem for named in shapes_file.load(path) if group in named.groups]
+    groups = {group: [named.problem for named in shapes_file.load(path) if group in named.groups]
              for group in ("training", "float32", "deterministic")}  # fmt: skip
-    facts = {(p.batch, p.heads_q, p.seq_q, p.head_dim, str(p.mask)) for p in found["training"]}
+    facts = {(p.batch, p.heads_q, p.seq_q, p.head_dim, str(p.mask)) for p in groups["training"]}
     assert facts == {
         (batch, heads, seq, head_dim, mask)
         for heads, head_dim in ((16, 128), (32, 64), (8, 256))
         for batch, seq in ((16, 1024), (4, 4096), (1, 16384))
         for mask in ("full", "causal:bottom-right")
     }
-    assert {(p.op, p.dtype, p.deterministic) for p in found["training"]} == {(Op.BACKWARD, DType.BFLOAT16, False)}
-    facts = {(p.dtype, p.precision, p.batch, p.heads_q, p.mask.causal, p.op) for p in found["float32"]}
+    assert {(p.op, p.dtype, p.deterministic) for p in groups["training"]} == {(Op.BACKWARD, DType.BFLOAT16, False)}
+    facts = {(p.dtype, p.precision, p.batch, p.heads_q, p.mask.causal, p.op) for p in groups["float32"]}
     assert facts == {(DType.FLOAT32, Precision.TF32, 1, 16, True, Op.BACKWARD)}
-    assert sorted((p.seq_q, p.head_dim) for p in found["float32"]) == [
+    assert sorted((p.seq_q, p.head_dim) for p in groups["float32"]) == [
         (4096, 64),
         (4096, 128),
         (16384, 64),
         (16384, 128),
     ]
-    assert [len(problems) for problems in found.values()] == [18, 4, 4]
-    assert {replace(p, deterministic=False) for p in found["deterministic"]} < set(found["training"])
-    assert all(p.deterministic for p in found["deterministic"])
+    assert [len(problems) for problems in groups.values()] == [18, 4, 4]
+    assert {replace(p, deterministic=False) for p in groups["deterministic"]} < set(groups["training"])
+    assert all(p.deterministic for p in groups["deterministic"])
 
 
 # Table -> rows, and one cell that was looked up by hand: (row, column, value).

@@ -19,7 +19,7 @@ def test_the_starter_is_read_back_as_what_was_written(tmp_path: Path) -> None:
     (tmp_path / "shapes.yaml").write_text(text)
     named = shapes_file.load(tmp_path / "shapes.yaml")
     assert len(named) == 5
-    assert {one.problem.op for one in named} == {Op.FORWARD}, "gradients need the card"
+    assert {entry.problem.op for entry in named} == {Op.FORWARD}, "gradients need the card"
 
 
 def test_every_key_of_the_format_is_explained() -> None:
