@@ -56,7 +56,7 @@ def test_entries_from_before_hold_and_say_nothing_of_it(tmp_path: Path) -> None:
     entries = [measured(LOOSE), measured(STRICT)]
     path = store.merge(tmp_path, samples.H200, Op.BACKWARD, entries)
     assert path.read_text().count("deterministic") == 2  # the second one's: its key and its fact
-    assert {key: one.problem for key, one in store.read(path).entries.items()} == {
+    assert {key: entry.problem for key, entry in store.read(path).entries.items()} == {
         LOOSE.key: LOOSE,
         STRICT.key: STRICT,
     }
@@ -71,7 +71,7 @@ def atomic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rules_know_it_and_a_template_of_atomic_sums_has_no_variant_for_it(atomic: None) -> None:
     points = search_space.load(TEMPLATE)
-    assert [facts_of(one, samples.H200)["deterministic"] for one in (LOOSE, STRICT)] == [0, 1]
+    assert [facts_of(problem, samples.H200)["deterministic"] for problem in (LOOSE, STRICT)] == [0, 1]
     first = next(points.feasible(LOOSE, samples.H200))
     assert points.why_infeasible(first, LOOSE, samples.H200) is None
     reason = points.why_infeasible(first, STRICT, samples.H200)
@@ -83,75 +83,79 @@ def test_rules_know_it_and_a_template_of_atomic_sums_has_no_variant_for_it(atomi
 # --- dispatch ---------------------------------------------------------------------------------------------------------
 
 
-def measured(one: Any, **changes: Any) -> CacheEntry:
-    return samples.tuned(one, gradient_kernels.variant(), versions={"triton": triton.__version__}, **changes)
+def measured(problem: Any, **changes: Any) -> CacheEntry:
+    return samples.tuned(problem, gradient_kernels.variant(), versions={"triton": triton.__version__}, **changes)
 
 
-def found(folder: Path, one: Any, *entries: CacheEntry) -> Explanation:
+def explanation_of(folder: Path, problem: Any, *entries: CacheEntry) -> Explanation:
     store.merge(folder, samples.H200, Op.BACKWARD, entries)
-    return cache_lookup.explain(one, samples.H200, folder)
+    return cache_lookup.explain(problem, samples.H200, folder)
 
 
 def test_an_entry_of_its_own_comes_first(tmp_path: Path) -> None:
     other = gradient_kernels.variant(QUERIES_BLOCK_M=32).as_dict()
-    told = found(tmp_path, STRICT, measured(LOOSE), measured(STRICT, params=other))
-    assert (told.level, told.route, told.steps) == (Level.EXACT, "kernel", ())
-    assert told.variant is not None
-    assert told.variant["QUERIES_BLOCK_M"] == 32
+    explanation = explanation_of(tmp_path, STRICT, measured(LOOSE), measured(STRICT, params=other))
+    assert (explanation.level, explanation.route, explanation.steps) == (Level.EXACT, "kernel", ())
+    assert explanation.variant is not None
+    assert explanation.variant["QUERIES_BLOCK_M"] == 32
 
 
 def test_what_was_tuned_for_any_gradients_serves_where_its_kernel_repeats_itself(tmp_path: Path) -> None:
-    told = found(tmp_path, STRICT, measured(LOOSE))
-    assert (told.level, told.route) == (Level.EXACT, "kernel")
-    assert told.entry is not None
-    assert told.entry.problem == LOOSE
+    explanation = explanation_of(tmp_path, STRICT, measured(LOOSE))
+    assert (explanation.level, explanation.route) == (Level.EXACT, "kernel")
+    assert explanation.entry is not None
+    assert explanation.entry.problem == LOOSE
 
 
 def test_and_not_where_its_sums_are_atomic(tmp_path: Path, atomic: None) -> None:
-    told = found(tmp_path, STRICT, measured(LOOSE, rivals=()))
-    assert (told.level, told.route) == (Level.DEFAULT, "kernel")
-    assert told.variant is not None
-    assert told.variant.template != "triton/backward"
-    assert "do not repeat themselves to the bit" in told.steps[0]
-    assert found(tmp_path, LOOSE).level is Level.EXACT
+    explanation = explanation_of(tmp_path, STRICT, measured(LOOSE, rivals=()))
+    assert (explanation.level, explanation.route) == (Level.DEFAULT, "kernel")
+    assert explanation.variant is not None
+    assert explanation.variant.template != "triton/backward"
+    assert "do not repeat themselves to the bit" in explanation.steps[0]
+    assert explanation_of(tmp_path, LOOSE).level is Level.EXACT
 
 
 def test_cudnns_time_is_none_of_gradients_that_repeat_so_that_the_best_of_the_others_serves(tmp_path: Path) -> None:
     """Of its own gradients the kernel takes 400 us, cuDNN 364 and FlashAttention, which would not get faster, 568."""
-    told = found(tmp_path, STRICT, measured(LOOSE, choice="sdpa-cudnn"))
-    assert (told.level, told.route) == (Level.EXACT, "kernel")
-    assert told.reason.endswith("its kernel of triton/backward was the fastest beside it")
+    explanation = explanation_of(tmp_path, STRICT, measured(LOOSE, choice="sdpa-cudnn"))
+    assert (explanation.level, explanation.route) == (Level.EXACT, "kernel")
+    assert explanation.reason.endswith("its kernel of triton/backward was the fastest beside it")
     slow = measured(LOOSE, choice="sdpa-cudnn")
     slow = replace(slow, measurement=samples.measurement(LOOSE, 700.0))
-    assert found(tmp_path, STRICT, slow).route == "sdpa-flash"
-    assert found(tmp_path, LOOSE).route == "sdpa-cudnn"
+    assert explanation_of(tmp_path, STRICT, slow).route == "sdpa-flash"
+    assert explanation_of(tmp_path, LOOSE).route == "sdpa-cudnn"
 
 
 def test_neighbours_of_its_kind_come_before_nearer_ones_of_the_other(tmp_path: Path) -> None:
-    near, loose = (replace(one, heads_kv=one.heads_q) for one in (NEAR, LOOSE))  # others need near neighbours
+    near, loose = (
+        replace(problem, heads_kv=problem.heads_q) for problem in (NEAR, LOOSE)
+    )  # others need near neighbours
     strict = replace(near, deterministic=True)
-    told = found(tmp_path, replace(loose, seq_q=1000, deterministic=True), measured(loose), measured(strict))
-    assert told.entry is not None
-    assert told.entry.problem == strict
-    told = found(tmp_path, replace(loose, seq_q=1000))
-    assert told.entry is not None
-    assert told.entry.problem == loose
+    explanation = explanation_of(
+        tmp_path, replace(loose, seq_q=1000, deterministic=True), measured(loose), measured(strict)
+    )
+    assert explanation.entry is not None
+    assert explanation.entry.problem == strict
+    explanation = explanation_of(tmp_path, replace(loose, seq_q=1000))
+    assert explanation.entry is not None
+    assert explanation.entry.problem == loose
 
 
 def test_any_gradients_take_an_entry_of_deterministic_ones_where_there_is_no_other(tmp_path: Path) -> None:
-    told = found(tmp_path, LOOSE, measured(STRICT))
-    assert (told.level, told.route) == (Level.BUCKET, "kernel")
-    assert "0.0 octaves away" in told.reason
+    explanation = explanation_of(tmp_path, LOOSE, measured(STRICT))
+    assert (explanation.level, explanation.route) == (Level.BUCKET, "kernel")
+    assert "0.0 octaves away" in explanation.reason
 
 
 def test_and_one_of_programs_that_take_turns(tmp_path: Path) -> None:
-    loose, strict = (replace(one, dtype=DType.BFLOAT16, modifiers=Modifiers()) for one in (LOOSE, STRICT))
+    loose, strict = (replace(problem, dtype=DType.BFLOAT16, modifiers=Modifiers()) for problem in (LOOSE, STRICT))
     points = search_space.load("gluon/backward")
     chosen = points.default(strict, samples.H200)
     assert chosen["order"] != "any"
     entry = measured(strict, template=chosen.template, params=chosen.as_dict())
-    told = found(tmp_path, loose, entry)
-    assert (told.level, told.route, told.variant) == (Level.BUCKET, "kernel", chosen)
+    explanation = explanation_of(tmp_path, loose, entry)
+    assert (explanation.level, explanation.route, explanation.variant) == (Level.BUCKET, "kernel", chosen)
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -193,10 +197,10 @@ def test_pytorch_is_switched_in_both_passes_and_for_no_longer(switch: list[tuple
     tensors = inputs(dtype=torch.float32)
     plain = learnt(autoattn.attention, tensors)
     assert switch == [("forward", False), ("backward", False)]
-    asked = [learnt(autoattn.attention, tensors, deterministic=True) for _ in range(2)]  # the second could be prepared
+    runs = [learnt(autoattn.attention, tensors, deterministic=True) for _ in range(2)]  # the second could be prepared
     assert switch[2:] == [("forward", True), ("backward", True)] * 2
-    for one in asked:
-        for ours, theirs in zip(one, plain, strict=True):
+    for run in runs:
+        for ours, theirs in zip(run, plain, strict=True):
             torch.testing.assert_close(ours, theirs)
     learnt(autoattn.Attention(deterministic=True), tensors)
     assert switch[-2:] == [("forward", True), ("backward", True)]
@@ -235,8 +239,8 @@ def test_the_formula_is_switched_too_and_gives_the_lse_its_gradient() -> None:
     tensors = inputs(dtype=torch.float32)
     pushes = torch.randn(2, 4, 33), torch.randn(2, 4, 33, 24)
     both = []
-    for asked in (False, True):
-        output, lse = autoattn.attention(*tensors, softcap=3.0, return_lse=True, deterministic=asked)
+    for deterministic in (False, True):
+        output, lse = autoattn.attention(*tensors, softcap=3.0, return_lse=True, deterministic=deterministic)
         both.append(torch.autograd.grad((lse, output), tensors, pushes))
     for ours, theirs in zip(*both, strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -269,9 +273,9 @@ def test_switches_of_several_threads_end_with_the_last() -> None:
 
 
 def test_explain_tells_of_it() -> None:
-    told = autoattn.explain(*inputs(), deterministic=True)
-    assert told.steps[-1] == "deterministic: both passes run with torch.use_deterministic_algorithms(True)"
-    assert told.steps[-1] not in autoattn.explain(*inputs()).steps
+    explanation = autoattn.explain(*inputs(), deterministic=True)
+    assert explanation.steps[-1] == "deterministic: both passes run with torch.use_deterministic_algorithms(True)"
+    assert explanation.steps[-1] not in autoattn.explain(*inputs()).steps
 
 
 @pytest.mark.parametrize("given", [1, None, "yes"])
@@ -309,16 +313,18 @@ def test_a_deterministic_call_asks_for_kernels_of_a_deterministic_problem(
 ) -> None:  # fmt: skip
     tensors = inputs()
     with torch.no_grad():
-        one = autoattn.explain(*tensors).problem
-    assert one is not None
-    enter(card, one)
-    asked: list[bool] = []
+        problem = autoattn.explain(*tensors).problem
+    assert problem is not None
+    enter(card, problem)
+    deterministic: list[bool] = []
     explain = cache_lookup.explain
     monkeypatch.setattr(
-        cache_lookup, "explain", lambda one, *facts: (asked.append(one.deterministic), explain(one, *facts))[1]
+        cache_lookup,
+        "explain",
+        lambda requested, *facts: (deterministic.append(requested.deterministic), explain(requested, *facts))[1],
     )
     learnt(attend, tensors, deterministic=True)
-    assert True in asked
+    assert True in deterministic
     assert card["backward"] == 1
 
 
@@ -327,9 +333,9 @@ def test_where_sums_are_atomic_pytorch_serves_it_alone(
 ) -> None:  # fmt: skip
     tensors = inputs(dtype=torch.float32)
     with torch.no_grad():
-        one = autoattn.explain(*tensors).problem
-    assert one is not None
-    enter(card, one)
+        problem = autoattn.explain(*tensors).problem
+    assert problem is not None
+    enter(card, problem)
     learnt(autoattn.attention, tensors)
     assert (card["backward"], switch) == (1, [])
     learnt(autoattn.attention, tensors, deterministic=True)
@@ -340,9 +346,9 @@ def test_where_sums_are_atomic_pytorch_serves_it_alone(
 
 
 def test_rivals_of_a_deterministic_problem_are_timed_with_the_switch(switch: list[tuple[str, bool]]) -> None:
-    one = gradient_kernels.problem(dtype=DType.FLOAT32, deterministic=True)
-    operands = autoattn.reference.inputs.make(one, torch.device("cpu"), torch.Generator().manual_seed(0))
-    calls = pytorch_sdpa.gradient_calls(one, operands, torch.ones(2, 4, 33, 16))
+    problem = gradient_kernels.problem(dtype=DType.FLOAT32, deterministic=True)
+    operands = autoattn.reference.inputs.make(problem, torch.device("cpu"), torch.Generator().manual_seed(0))
+    calls = pytorch_sdpa.gradient_calls(problem, operands, torch.ones(2, 4, 33, 16))
     del switch[:]
     calls["sdpa"]()
     assert switch == [("backward", True)]

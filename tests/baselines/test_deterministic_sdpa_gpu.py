@@ -26,7 +26,7 @@ def inputs(seq: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
 
 
 def gradients(tensors: list[Tensor], **given: Any) -> list[Tensor]:
-    leaves = [one.detach().clone().requires_grad_() for one in tensors]
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     output = autoattn.attention(*leaves, causal=True, **given)
     assert isinstance(output, Tensor)
     return list(torch.autograd.grad(output.float().square().sum(), leaves))
@@ -44,9 +44,9 @@ def untuned(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_pytorch_s_gradients_repeat_where_that_is_asked(untuned: None, dtype: torch.dtype) -> None:
     tensors = inputs(4096, dtype)
-    leaves = [one.clone().requires_grad_() for one in tensors]
-    told = autoattn.explain(*leaves, causal=True, scale=NEGATIVE, deterministic=True)
-    assert told.route == "sdpa"
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    explanation = autoattn.explain(*leaves, causal=True, scale=NEGATIVE, deterministic=True)
+    assert explanation.route == "sdpa"
     first = gradients(tensors, scale=NEGATIVE, deterministic=True)
     for _ in range(RUNS):
         again = gradients(tensors, scale=NEGATIVE, deterministic=True)
@@ -61,10 +61,10 @@ def test_a_kernel_of_ours_serves_a_deterministic_call_and_those_after_it(
 ) -> None:
     if template == hopper_gradients.TEMPLATE and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the template is for Hopper")
-    tensors = [one.requires_grad_() for one in inputs(2048)]
+    tensors = [tensor.requires_grad_() for tensor in inputs(2048)]
     tuned(*tensors, causal=True, deterministic=True, template=template)
-    told = autoattn.explain(*tensors, causal=True, deterministic=True)
-    assert told.route == "kernel", told
+    explanation = autoattn.explain(*tensors, causal=True, deterministic=True)
+    assert explanation.route == "kernel", explanation
     first = gradients(tensors, deterministic=True)
     for _ in range(RUNS):
         again = gradients(tensors, deterministic=True)

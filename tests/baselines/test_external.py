@@ -32,12 +32,12 @@ MASKS = ("causal", "causal:top-left", "window:40,9", "window:0,0", "window:-1,20
          "window:126,200", "window:200,126", "window:127,200")  # fmt: skip
 
 
-def operands_of(one: Problem) -> Operands:
-    return inputs.make(one, CPU, torch.Generator().manual_seed(0))
+def operands_of(problem: Problem) -> Operands:
+    return inputs.make(problem, CPU, torch.Generator().manual_seed(0))
 
 
-def assert_right(one: Problem, operands: Operands, output: Tensor) -> None:
-    expected, _ = attention_formula.attention(one, operands)
+def assert_right(problem: Problem, operands: Operands, output: Tensor) -> None:
+    expected, _ = attention_formula.attention(problem, operands)
     torch.testing.assert_close(output.double(), expected, rtol=5e-3, atol=5e-3)
 
 
@@ -146,30 +146,30 @@ def test_what_a_peer_may_do_is_not_refused(name: str, changes: dict[str, Any]) -
 def test_flex_gets_the_mask_that_trying_out_all_pairs_gives(mask: str, lengths: tuple[int, int]) -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    one = kernels.problem(mask=mask, seq_q=lengths[0], seq_kv=lengths[1])
-    first, last = one.band(*lengths)
+    problem = kernels.problem(mask=mask, seq_q=lengths[0], seq_kv=lengths[1])
+    first, last = problem.band(*lengths)
 
     def kept(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         low = q >= -1 if first is None else k >= q + first
         return low & (q >= -1 if last is None else k <= q + last)
 
-    found = flex_attention.block_mask(one, operands_of(one))
+    block_mask = flex_attention.block_mask(problem, operands_of(problem))
     tried = create_block_mask(kept, None, None, *lengths, device="cpu")
-    assert torch.equal(found.to_dense(), tried.to_dense())
+    assert torch.equal(block_mask.to_dense(), tried.to_dense())
     rows, keys = torch.arange(lengths[0])[:, None], torch.arange(lengths[1])[None, :]
     zero = torch.zeros((), dtype=torch.int64)
     pairs = kept(zero, zero, rows, keys)
-    assert torch.equal(found.mask_mod(zero, zero, rows, keys), pairs)
-    for block, count in enumerate(found.full_kv_num_blocks[0, 0].tolist()):
-        for key in found.full_kv_indices[0, 0, block, :count].tolist():
+    assert torch.equal(block_mask.mask_mod(zero, zero, rows, keys), pairs)
+    for block, count in enumerate(block_mask.full_kv_num_blocks[0, 0].tolist()):
+        for key in block_mask.full_kv_indices[0, 0, block, :count].tolist():
             whole = pairs[128 * block : 128 * (block + 1), 128 * key : 128 * (key + 1)]
             assert whole.all()
             assert whole.shape[1] == 128, "mask_mod must cut a block that the sequence does not fill"
 
 
 def test_flex_gets_no_mask_where_there_is_none() -> None:
-    one = kernels.problem()
-    assert flex_attention.block_mask(one, operands_of(one)) is None
+    problem = kernels.problem()
+    assert flex_attention.block_mask(problem, operands_of(problem)) is None
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -185,9 +185,9 @@ def test_flex_gets_no_mask_where_there_is_none() -> None:
 )
 def test_flex_means_what_we_mean(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    one = kernels.problem(**changes)
-    operands = operands_of(one)
-    assert_right(one, operands, PEERS["flex"].prepare(one, operands)())
+    problem = kernels.problem(**changes)
+    operands = operands_of(problem)
+    assert_right(problem, operands, PEERS["flex"].prepare(problem, operands)())
 
 
 def pretended(window: list[object], *, pair: bool) -> ModuleType:
@@ -199,7 +199,7 @@ def pretended(window: list[object], *, pair: bool) -> ModuleType:
         query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
         left, right = ((-1 if side is None else side) for side in facts["window_size"])
         mask = kernels.Mask.window(left, right, causal=facts["causal"])
-        one = Problem(
+        problem = Problem(
             dtype=DType.FLOAT16, batch=q.shape[0], heads_q=q.shape[2], heads_kv=k.shape[2], seq_q=q.shape[1],
             seq_kv=k.shape[1], head_dim=q.shape[3], head_dim_v=v.shape[3], mask=mask,
             modifiers=Modifiers(softcap="softcap" in facts, alibi="alibi_slopes" in facts),
@@ -208,7 +208,7 @@ def pretended(window: list[object], *, pair: bool) -> ModuleType:
             query=query, key=key, value=value, scale=facts["softmax_scale"], softcap=facts.get("softcap", 0.0),
             slopes=facts.get("alibi_slopes"),
         )  # fmt: skip
-        output = attention_formula.attention(one, operands)[0].half().transpose(1, 2)
+        output = attention_formula.attention(problem, operands)[0].half().transpose(1, 2)
         return (output, None) if pair else output
 
     def packed(q: Tensor, k: Tensor, v: Tensor, **facts: Any) -> Any:
@@ -240,18 +240,18 @@ def pretended(window: list[object], *, pair: bool) -> ModuleType:
 def test_flash_attention_is_asked_for_what_we_mean(
     name: str, place: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[object] = []
-    module = pretended(asked, pair=name == "fa4")
+    windows: list[object] = []
+    module = pretended(windows, pair=name == "fa4")
     monkeypatch.setitem(sys.modules, "flash_attn", module if place == "flash_attn" else ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute" if place == "cute" else place, module)
     external.why_not_loadable.cache_clear()
-    one = kernels.problem(**changes)
-    operands = operands_of(one)
-    assert PEERS[name].why_not(one) is None
-    assert_right(one, operands, PEERS[name].prepare(one, operands)())
+    problem = kernels.problem(**changes)
+    operands = operands_of(problem)
+    assert PEERS[name].why_not(problem) is None
+    assert_right(problem, operands, PEERS[name].prepare(problem, operands)())
     unbounded = None if name == "fa4" else -1
-    sides = tuple(unbounded if side is None else side for side in (one.mask.left, one.mask.right))
-    assert set(asked) == {sides}
+    sides = tuple(unbounded if side is None else side for side in (problem.mask.left, problem.mask.right))
+    assert set(windows) == {sides}
     external.why_not_loadable.cache_clear()
 
 
@@ -296,10 +296,10 @@ def test_flashinfer_is_asked_for_what_we_mean(changes: dict[str, Any], monkeypat
     module.BatchPrefillWithRaggedKVCacheWrapper = PretendedWrapper  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     external.why_not_loadable.cache_clear()
-    one = kernels.problem(head_dim=64, **changes)
-    operands = operands_of(one)
-    assert PEERS["flashinfer"].why_not(one) is None
-    assert_right(one, operands, PEERS["flashinfer"].prepare(one, operands)())
+    problem = kernels.problem(head_dim=64, **changes)
+    operands = operands_of(problem)
+    assert PEERS["flashinfer"].why_not(problem) is None
+    assert_right(problem, operands, PEERS["flashinfer"].prepare(problem, operands)())
     external.why_not_loadable.cache_clear()
 
 
@@ -308,7 +308,7 @@ class _Differentiated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, attend: Any) -> Tensor:
-        leaves = [one.detach().requires_grad_() for one in (query, key, value)]
+        leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
         with torch.enable_grad():
             ctx.output = attend(*leaves)
         ctx.leaves = leaves
@@ -322,13 +322,13 @@ class _Differentiated(torch.autograd.Function):
 
 def steps_of(output: Tensor) -> set[str]:
     """The names of all that autograd runs behind an output."""
-    found, waiting = set(), [output.grad_fn]
+    names, waiting = set(), [output.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is not None:
-            found.add(node.name())
+            names.add(node.name())
             waiting += [before for before, _ in node.next_functions]
-    return found
+    return names
 
 
 @pytest.mark.parametrize("name", ["fa2", "fa4"])
@@ -343,15 +343,15 @@ def steps_of(output: Tensor) -> set[str]:
 def test_autograd_copies_nothing_around_flash_attentions_backward_pass(
     name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[bool] = []
+    deterministic: list[bool] = []
     whole = pretended([], pair=False)
 
     def dense(query: Tensor, key: Tensor, value: Tensor, **facts: Any) -> Tensor:
-        asked.append(facts.pop("deterministic", False))
+        deterministic.append(facts.pop("deterministic", False))
         packed = "cu_seqlens_q" in facts
         attend = whole.flash_attn_varlen_func if packed else whole.flash_attn_func
-        made: Tensor = _Differentiated.apply(query, key, value, partial(attend, **facts))
-        return made
+        output: Tensor = _Differentiated.apply(query, key, value, partial(attend, **facts))
+        return output
 
     module = ModuleType("differentiated")
     module.flash_attn_func = module.flash_attn_varlen_func = dense  # type: ignore[attr-defined]
@@ -364,21 +364,21 @@ def test_autograd_copies_nothing_around_flash_attentions_backward_pass(
         "differentiated",
         lambda output, *facts: (outputs.append(output), differentiated(output, *facts))[1],
     )
-    one = kernels.problem(op=Op.BACKWARD, **changes)
-    case = gradient_check.full_case(one, CPU, torch.Generator().manual_seed(0))
-    found = external.backward_pass(PEERS[name], one, case.operands, case.saved.output_grad)()
-    for gradient, (error, _) in gradient_check.errors_by_name(found, case).items():
+    problem = kernels.problem(op=Op.BACKWARD, **changes)
+    case = gradient_check.full_case(problem, CPU, torch.Generator().manual_seed(0))
+    gradients = external.backward_pass(PEERS[name], problem, case.operands, case.saved.output_grad)()
+    for gradient, (error, _) in gradient_check.errors_by_name(gradients, case).items():
         assert error <= 4.0 * case.allowed[gradient]
-    assert asked == [one.deterministic]
+    assert deterministic == [problem.deterministic]
     views = {"TransposeBackward0", "UnsqueezeBackward0", "SqueezeBackward1"}
     assert steps_of(outputs[0]) <= views | {"_DifferentiatedBackward", "torch::autograd::AccumulateGrad"}
 
 
 @pytest.mark.parametrize("name", ["sdpa", "sdpa-flash"])
 def test_pytorchs_backends_are_called_one_by_one(name: str) -> None:
-    one = kernels.problem(mask="causal")
-    operands = operands_of(one)
-    assert_right(one, operands, PEERS[name].prepare(one, operands)())
+    problem = kernels.problem(mask="causal")
+    operands = operands_of(problem)
+    assert_right(problem, operands, PEERS[name].prepare(problem, operands)())
 
 
 # --- how they are run -------------------------------------------------------------------------------------------------

@@ -71,11 +71,11 @@ def pairs() -> dict[str, Tensor]:
 
 
 def captured(text: str) -> tuple[Tensor, ...]:
-    generator, made = torch.Generator().manual_seed(1), []
+    generator, tensors = torch.Generator().manual_seed(1), []
     for capture in language.parse(text, SCORE_NAMES).captures:
         numbers, kind = torch.randn((6,) * capture.axes, generator=generator), getattr(torch, capture.dtype)
-        made.append(numbers > 0 if kind is torch.bool else (4 * numbers).to(kind))
-    return tuple(made)
+        tensors.append(numbers > 0 if kind is torch.bool else (4 * numbers).to(kind))
+    return tuple(tensors)
 
 
 def called(function: Callable[..., Any], tensors: tuple[Tensor, ...], *vectors: Tensor, seq_q: int = 5) -> Tensor:
@@ -94,7 +94,7 @@ def change_of(text: str, **facts: Any) -> Change:
     return Change(text=text, sizes=tuple(tuple(tensor.shape) for tensor in captured(text)), **facts)
 
 
-def told(expression: Any, text: str) -> Tensor:
+def evaluated(expression: Any, text: str) -> Tensor:
     """The numbers of an expression over tensors."""
     names: dict[str, Any] = {name: place.long() for name, place in pairs().items()} | {"score": pairs()["score"]}
     names |= {f"captured{place}": tensor for place, tensor in enumerate(captured(text))}
@@ -108,17 +108,19 @@ def told(expression: Any, text: str) -> Tensor:
 @pytest.mark.parametrize("unbounded", [False, True])
 @pytest.mark.parametrize("text", TEXTS)
 def test_cute_computes_what_a_text_says(text: str, unbounded: bool) -> None:
-    found = called(flash4_score_mods.score_mod(change_of(text, unbounded=unbounded)), captured(text), *pairs().values())
-    expected = told(language.parse(text, SCORE_NAMES), text)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6, equal_nan=True)
+    scores = called(
+        flash4_score_mods.score_mod(change_of(text, unbounded=unbounded)), captured(text), *pairs().values()
+    )
+    expected = evaluated(language.parse(text, SCORE_NAMES), text)
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=2e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("text", [text for text in TEXTS if "score //" not in text])
 def test_cute_multiplies_gradients_by_the_derivative_of_a_text(text: str) -> None:
     grad = torch.arange(240.0) / 100
-    found = called(flash4_score_mods.gradient_mod(change_of(text)), captured(text), grad, *pairs().values())
-    expected = grad * told(derivative.of(text), text)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    gradients = called(flash4_score_mods.gradient_mod(change_of(text)), captured(text), grad, *pairs().values())
+    expected = grad * evaluated(derivative.of(text), text)
+    torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_each_function_and_operator_of_the_language_is_among_them() -> None:
@@ -134,7 +136,7 @@ def test_places_that_a_backward_pass_moved_are_put_back() -> None:
     text = "captured0: float32[2]\nscore + captured0[h, q_idx] + 100 * h + 10 * q_idx + kv_idx"
     score, b, h, q_idx, kv_idx = pairs().values()
     moved = (score, b, 4 * h + q_idx % 4, q_idx // 4, kv_idx)
-    expected = told(language.parse(text, SCORE_NAMES), text)
+    expected = evaluated(language.parse(text, SCORE_NAMES), text)
     change = change_of(text, group=4)
     torch.testing.assert_close(called(flash4_score_mods.score_mod(change), captured(text), *moved), expected)
     torch.testing.assert_close(called(flash4_score_mods.gradient_mod(change), captured(text), score, *moved), score)
@@ -147,8 +149,8 @@ def test_queries_behind_the_last_one_read_no_tensor_outside() -> None:
     text = "captured0: float32[1]\nscore + captured0[q_idx]"
     score, b, h, q_idx, kv_idx = pairs().values()
     moved = (score, b, 4 * h + q_idx % 4, 16 + q_idx // 4, kv_idx)
-    found = called(flash4_score_mods.score_mod(change_of(text, group=4)), captured(text), *moved, seq_q=6)
-    torch.testing.assert_close(found, score + captured(text)[0][5])
+    scores = called(flash4_score_mods.score_mod(change_of(text, group=4)), captured(text), *moved, seq_q=6)
+    torch.testing.assert_close(scores, score + captured(text)[0][5])
 
 
 def test_rows_without_a_key_read_no_tensor_outside() -> None:
@@ -165,11 +167,11 @@ def test_each_change_has_one_function_and_a_digest_of_its_own() -> None:
     changes = [Change(text=text, sizes=((4,),), group=1), Change(text=text, sizes=((5,),)),
                Change(text=text, sizes=((4,),), group=2), Change(text=text, sizes=((4,),), unbounded=True),
                Change(text="score * 2", sizes=())]  # fmt: skip
-    made = [
+    functions = [
         make(change) for make in (flash4_score_mods.score_mod, flash4_score_mods.gradient_mod) for change in changes
     ]
-    assert len({function.__cute_hash__ for function in made}) == len(made)  # type: ignore[attr-defined]
-    assert flash4_score_mods.score_mod(Change(text=text, sizes=((4,),))) is made[0]
+    assert len({function.__cute_hash__ for function in functions}) == len(functions)  # type: ignore[attr-defined]
+    assert flash4_score_mods.score_mod(Change(text=text, sizes=((4,),))) is functions[0]
 
 
 def test_booleans_are_read_as_bytes_and_the_callers_tensors_stay_as_they_are() -> None:
@@ -232,7 +234,7 @@ class Hopper(torch.autograd.Function):
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def flash4_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What a FlashAttention-4 was asked for that stands in for the real one."""
     seen: list[dict[str, Any]] = []
 
@@ -252,30 +254,30 @@ def changed(text: str, **facts: Any) -> Problem:
 
 
 @pytest.mark.parametrize("text", drawn.SCORE_MODS)
-def test_fa4_means_what_we_mean_by_a_score_mod(text: str, asked: list[dict[str, Any]]) -> None:
-    one = changed(text, mask="causal")
-    operands = inputs.make(one, CPU, torch.Generator().manual_seed(0))
-    assert PEERS["fa4"].why_not(one) is None
-    output = PEERS["fa4"].prepare(one, operands)()
-    expected, _ = attention_formula.attention(one, operands)
+def test_fa4_means_what_we_mean_by_a_score_mod(text: str, flash4_calls: list[dict[str, Any]]) -> None:
+    problem = changed(text, mask="causal")
+    operands = inputs.make(problem, CPU, torch.Generator().manual_seed(0))
+    assert PEERS["fa4"].why_not(problem) is None
+    output = PEERS["fa4"].prepare(problem, operands)()
+    expected, _ = attention_formula.attention(problem, operands)
     torch.testing.assert_close(output.double(), expected, rtol=5e-3, atol=5e-3)
-    assert ("aux_tensors" in asked[0]) is bool(operands.score_captures)
-    assert "score_mod_bwd" not in asked[0]
+    assert ("aux_tensors" in flash4_calls[0]) is bool(operands.score_captures)
+    assert "score_mod_bwd" not in flash4_calls[0]
 
 
 @pytest.mark.parametrize("moves", [True, False])
 @pytest.mark.parametrize("text", [*drawn.SCORE_MODS, "20.0 * tanh(score / 20.0)"])
 def test_gradients_of_fa4_are_ours_whether_or_not_its_backward_pass_moves_queries(
-    text: str, moves: bool, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    text: str, moves: bool, flash4_calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flash4_score_mods, "moves_queries", lambda device: moves)
-    one = changed(text, mask="causal", op=Op.BACKWARD, heads_kv=2 if moves else 4)
-    case = gradient_check.full_case(one, CPU, torch.Generator().manual_seed(0))
-    differentiate = external.backward_pass(PEERS["fa4"], one, case.operands, case.saved.output_grad)
-    for found in (differentiate(), differentiate()):
-        for gradient, (error, _) in gradient_check.errors_by_name(found, case).items():
+    problem = changed(text, mask="causal", op=Op.BACKWARD, heads_kv=2 if moves else 4)
+    case = gradient_check.full_case(problem, CPU, torch.Generator().manual_seed(0))
+    differentiate = external.backward_pass(PEERS["fa4"], problem, case.operands, case.saved.output_grad)
+    for gradients in (differentiate(), differentiate()):
+        for gradient, (error, _) in gradient_check.errors_by_name(gradients, case).items():
             assert error <= 4.0 * case.allowed[gradient], gradient
-    assert "score_mod_bwd" in asked[0]
+    assert "score_mod_bwd" in flash4_calls[0]
 
 
 @pytest.mark.parametrize(
@@ -292,10 +294,10 @@ def test_gradients_of_fa4_are_ours_whether_or_not_its_backward_pass_moves_querie
 )
 def test_reads_are_kept_inside_where_a_query_may_see_no_key(facts: dict[str, Any], unbounded: bool) -> None:
     text = "captured0: float32[1]\nscore * captured0[kv_idx]"
-    one = changed(text, **facts)
-    operands = inputs.make(one, CPU, torch.Generator().manual_seed(0))
+    problem = changed(text, **facts)
+    operands = inputs.make(problem, CPU, torch.Generator().manual_seed(0))
     calls: list[dict[str, Any]] = []
-    flash4_score_mods.changing(lambda *tensors, **facts: calls.append(facts), one, operands)()
+    flash4_score_mods.changing(lambda *tensors, **facts: calls.append(facts), problem, operands)()
     sizes = (tuple(operands.score_captures[0].shape),)
     assert calls[0]["score_mod"] is flash4_score_mods.score_mod(Change(text=text, sizes=sizes, unbounded=unbounded))
 

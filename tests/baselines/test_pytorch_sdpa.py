@@ -20,33 +20,33 @@ from autoattn.tensors.operands import Operands
 CPU = torch.device("cpu")
 
 
-def operands_of(one: Any) -> Operands:
-    return inputs.make(one, CPU, torch.Generator().manual_seed(0))
+def operands_of(problem: Any) -> Operands:
+    return inputs.make(problem, CPU, torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("mask", kernels.MASKS)
 @pytest.mark.parametrize(("seq_q", "seq_kv"), [(5, 9), (9, 5), (7, 7)])
 def test_every_rival_that_takes_the_inputs_gives_the_references_answer(mask: str, seq_q: int, seq_kv: int) -> None:
-    one = kernels.problem(seq_q=seq_q, seq_kv=seq_kv, mask=mask)
-    operands = operands_of(one)
-    found = pytorch_sdpa.calls(one, operands)
-    assert pytorch_sdpa.SDPA in found
-    expected, _ = attention_formula.attention(one, operands)
-    for name, call in found.items():
+    problem = kernels.problem(seq_q=seq_q, seq_kv=seq_kv, mask=mask)
+    operands = operands_of(problem)
+    calls = pytorch_sdpa.calls(problem, operands)
+    assert pytorch_sdpa.SDPA in calls
+    expected, _ = attention_formula.attention(problem, operands)
+    for name, call in calls.items():
         torch.testing.assert_close(call().double(), expected, rtol=5e-3, atol=5e-3, msg=name)
 
 
 def test_a_backend_that_does_not_take_the_inputs_is_left_out_in_silence(recwarn: pytest.WarningsRecorder) -> None:
-    one = kernels.problem()
-    found = pytorch_sdpa.calls(one, operands_of(one))
-    assert "sdpa-cudnn" not in found, "there is no cuDNN on a CPU"
+    problem = kernels.problem()
+    calls = pytorch_sdpa.calls(problem, operands_of(problem))
+    assert "sdpa-cudnn" not in calls, "there is no cuDNN on a CPU"
     assert [warning for warning in recwarn if "kernel" in str(warning.message).lower()] == []
 
 
 def test_a_named_backend_is_the_one_that_runs() -> None:
-    one = kernels.problem()
+    problem = kernels.problem()
     with pytest.raises(RuntimeError):
-        pytorch_sdpa.sdpa(one, operands_of(one), backend="sdpa-cudnn")
+        pytorch_sdpa.sdpa(problem, operands_of(problem), backend="sdpa-cudnn")
 
 
 SWITCHES = (
@@ -90,18 +90,18 @@ def test_threads_that_name_backends_take_turns() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [len(found) for found in seen.values()] == [1, 1, 1]
+    assert [len(states) for states in seen.values()] == [1, 1, 1]
     assert [enabled() for enabled in SWITCHES] == before
 
 
 @pytest.mark.parametrize("mask", kernels.MASKS)
 @pytest.mark.parametrize(("seq_q", "seq_kv"), [(5, 9), (9, 5), (7, 7)])
 def test_a_bound_call_gives_the_bits_of_an_unbound_one(mask: str, seq_q: int, seq_kv: int) -> None:
-    one = kernels.problem(seq_q=seq_q, seq_kv=seq_kv, mask=mask)
-    operands = operands_of(one)
-    call = pytorch_sdpa.bind(one, operands.scale)
+    problem = kernels.problem(seq_q=seq_q, seq_kv=seq_kv, mask=mask)
+    operands = operands_of(problem)
+    call = pytorch_sdpa.bind(problem, operands.scale)
     assert call is not None
-    assert torch.equal(call(operands.query, operands.key, operands.value), pytorch_sdpa.sdpa(one, operands))
+    assert torch.equal(call(operands.query, operands.key, operands.value), pytorch_sdpa.sdpa(problem, operands))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_bound_call_gives_the_bits_of_an_unbound_one(mask: str, seq_q: int, se
 def test_a_backend_is_called_by_its_operator_where_that_means_the_same(
     facts: dict[str, Any], one_operator: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = kernels.problem(**{"seq_q": 7, "seq_kv": 7, "heads_q": 4, "heads_kv": 4, "dtype": DType.FLOAT16, **facts})
+    problem = kernels.problem(**{"seq_q": 7, "seq_kv": 7, "heads_q": 4, "heads_kv": 4, "dtype": DType.FLOAT16, **facts})
     called: list[dict[str, Any]] = []
 
     def operator(*three: torch.Tensor, **said: Any) -> torch.Tensor:
@@ -128,11 +128,11 @@ def test_a_backend_is_called_by_its_operator_where_that_means_the_same(
         return three[0]
 
     monkeypatch.setitem(pytorch_sdpa.OPERATORS, "sdpa-flash", operator)
-    call, operands = pytorch_sdpa.bind(one, 0.5, "sdpa-flash", learns=False), operands_of(one)
+    call, operands = pytorch_sdpa.bind(problem, 0.5, "sdpa-flash", learns=False), operands_of(problem)
     assert call is not None
     with contextlib.suppress(RuntimeError):  # the CPU's FlashAttention takes not all of them
         call(operands.query, operands.key, operands.value)
-    assert called == ([{"causal": one.mask.causal, "learns": False, "scale": 0.5}] if one_operator else [])
+    assert called == ([{"causal": problem.mask.causal, "learns": False, "scale": 0.5}] if one_operator else [])
 
 
 def test_rivals_are_named_as_the_cache_knows_them() -> None:

@@ -61,24 +61,24 @@ class Differentiator:
         exact, sums = attention_formula.attention(problem, operands)
         torch.testing.assert_close(saved.lse, sums.float(), rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(saved.output.double(), exact, rtol=5e-3, atol=5e-3)
-        found = external.backward_pass(planted("ours", pytorch_sdpa.sdpa), problem, operands, saved.output_grad)()
-        gradients.query.copy_(found.query)
-        gradients.key.copy_(found.key + self.off)
-        gradients.value.copy_(found.value)
+        expected = external.backward_pass(planted("ours", pytorch_sdpa.sdpa), problem, operands, saved.output_grad)()
+        gradients.query.copy_(expected.query)
+        gradients.key.copy_(expected.key + self.off)
+        gradients.value.copy_(expected.value)
 
 
 @pytest.fixture
 def kernel(timer: Timer, monkeypatch: pytest.MonkeyPatch) -> Differentiator:
     """A card on which a backward kernel runs."""
-    found = Differentiator()
+    differentiator = Differentiator()
     fake_device.set_device(monkeypatch, samples.H200)
-    monkeypatch.setattr(compiler, "load", found.load)
-    monkeypatch.setattr(backward, "launch", found.launch)
-    return found
+    monkeypatch.setattr(compiler, "load", differentiator.load)
+    monkeypatch.setattr(backward, "launch", differentiator.launch)
+    return differentiator
 
 
 def states(row: Row) -> dict[str, State]:
-    return {one.name: one.state for one in row.contestants}
+    return {contestant.name: contestant.state for contestant in row.contestants}
 
 
 # --- ours -------------------------------------------------------------------------------------------------------------
@@ -117,10 +117,10 @@ def test_a_kernel_with_a_wrong_gradient_is_named_with_it(kernel: Differentiator)
 def test_the_seeds_of_backward_templates_are_the_other_variants(kernel: Differentiator) -> None:
     entry = remembered()
     row = benched(problem=PROBLEM, ours=Ours.VARIANTS)
-    others = [one for one in row.contestants if one.name.startswith("variant ")]
+    others = [contestant for contestant in row.contestants if contestant.name.startswith("variant ")]
     assert others
-    assert {one.route.split("/")[1] for one in others} == {"backward"}
-    assert entry.variant not in {one.variant for one in others}
+    assert {contestant.route.split("/")[1] for contestant in others} == {"backward"}
+    assert entry.variant not in {contestant.variant for contestant in others}
 
 
 def test_the_kernel_of_the_cache_is_compiled_ahead() -> None:
@@ -135,8 +135,8 @@ def test_a_default_of_gradients_is_launched_as_by_all_calls_but_the_first(
     """The graph of the first call launches through Triton, which may take the CPU longer than the card."""
     variant = search_space.load(gradient_kernels.TEMPLATE).default(PROBLEM, samples.H200)
     default: Any = SimpleNamespace(source=render.render(PROBLEM, variant))
-    told = cache_lookup.explain(PROBLEM, samples.H200)
-    monkeypatch.setattr(planner, "plan", lambda call, **_: planner.Plan(explanation=told, gradients=default))
+    explanation = cache_lookup.explain(PROBLEM, samples.H200)
+    monkeypatch.setattr(planner, "plan", lambda call, **_: planner.Plan(explanation=explanation, gradients=default))
     ours = benched(problem=PROBLEM).contestants[0]
     assert (ours.state, ours.route, ours.level) == (State.OK, "triton/backward", "default")
     assert ours.variant == variant
@@ -156,10 +156,10 @@ def test_a_default_of_gradients_is_launched_as_by_all_calls_but_the_first(
     ],
 )
 def test_where_nothing_was_tuned_ours_is_what_autograd_runs_behind_a_call(changes: dict[str, Any]) -> None:
-    one = gradient_kernels.problem(**changes)
-    ours = benched(problem=one).contestants[0]
+    problem = gradient_kernels.problem(**changes)
+    ours = benched(problem=problem).contestants[0]
     assert ours.state is State.OK, ours.detail
-    assert (ours.route, ours.variant) == ("eager" if one.packed or one.modifiers.names else "sdpa", None)
+    assert (ours.route, ours.variant) == ("eager" if problem.packed or problem.modifiers.names else "sdpa", None)
 
 
 # --- peers ------------------------------------------------------------------------------------------------------------
@@ -213,8 +213,8 @@ class _Tilted(torch.autograd.Function):
 
 def tilted(share: float) -> Callable[[Problem, Operands], Tensor]:
     def call(problem: Problem, operands: Operands) -> Tensor:
-        found: Tensor = _Tilted.apply(pytorch_sdpa.sdpa(problem, operands), share)
-        return found
+        output: Tensor = _Tilted.apply(pytorch_sdpa.sdpa(problem, operands), share)
+        return output
 
     return call
 
@@ -245,8 +245,8 @@ def test_peers_run_deterministically_where_that_is_asked_and_only_there() -> Non
         seen.append(torch.are_deterministic_algorithms_enabled())
         return pytorch_sdpa.sdpa(problem, operands)
 
-    for one in (PROBLEM, REPEATED):
-        benched(planted("looker", call), problem=one)
+    for benched_problem in (PROBLEM, REPEATED):
+        benched(planted("looker", call), problem=benched_problem)
     assert seen == [False, True]
     assert not torch.are_deterministic_algorithms_enabled()
     row = benched(external.PEERS["sdpa-cudnn"], problem=REPEATED)
@@ -265,8 +265,8 @@ def test_trained_inputs_reach_every_contestant(op: Op) -> None:
         seen.append(float(scores[..., :4].mean() * operands.scale))
         return pytorch_sdpa.sdpa(problem, operands)
 
-    one = kernels.problem(op=op, head_dim=64, seq_q=64)
-    assert benched(planted("looker", call), problem=one, inputs=Inputs.TRAINED).ours is not None
+    benched_problem = kernels.problem(op=op, head_dim=64, seq_q=64)
+    assert benched(planted("looker", call), problem=benched_problem, inputs=Inputs.TRAINED).ours is not None
     assert 10.0 < seen[0] < 14.0
 
 
@@ -278,7 +278,7 @@ def test_a_backward_pass_is_timed_by_events_behind_a_longer_spin(timer: Timer) -
     row = benched(planted("right", pytorch_sdpa.sdpa), problem=PROBLEM)
     assert row.timing is Timing.EVENTS
     assert timer.hidden_us == 880.0
-    assert all(one.host_us for one in row.contestants)
+    assert all(contestant.host_us for contestant in row.contestants)
 
 
 def test_a_host_that_takes_longer_than_is_hidden_is_told(timer: Timer) -> None:
@@ -293,8 +293,8 @@ def test_a_host_that_takes_longer_than_is_hidden_is_told(timer: Timer) -> None:
             return pulls[0]
 
     def call(problem: Problem, operands: Operands) -> Tensor:
-        found: Tensor = Slow.apply(pytorch_sdpa.sdpa(problem, operands))
-        return found
+        output: Tensor = Slow.apply(pytorch_sdpa.sdpa(problem, operands))
+        return output
 
     slow = named(benched(planted("slow", call), problem=PROBLEM), "slow")
     assert slow.state is State.OK
@@ -310,5 +310,5 @@ def test_a_row_without_room_for_its_inputs_says_so(timer: Timer, monkeypatch: py
 
 
 def test_each_operation_has_its_own_answers() -> None:
-    made = [entrants.of(one, CPU, Options()) for one in (PROBLEM, replace(PROBLEM, op=Op.FORWARD))]
-    assert [type(one) for one in made] == [entrants.BackwardPasses, entrants.Outputs]
+    answers = [entrants.of(problem, CPU, Options()) for problem in (PROBLEM, replace(PROBLEM, op=Op.FORWARD))]
+    assert [type(answer) for answer in answers] == [entrants.BackwardPasses, entrants.Outputs]

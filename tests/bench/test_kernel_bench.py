@@ -35,7 +35,7 @@ from autoattn.tensors.operands import Operands
 
 def test_ours_and_a_right_peer_are_checked_and_timed(timer: Timer) -> None:
     row = benched(planted("right", pytorch_sdpa.sdpa), seconds=0.5)
-    assert [one.state for one in row.contestants] == [State.OK, State.OK]
+    assert [contestant.state for contestant in row.contestants] == [State.OK, State.OK]
     ours, right = row.contestants
     assert (ours.name, ours.ours, ours.route, ours.level) == ("autoattn", True, "sdpa", "sdpa")
     assert ours.times_us == (100.0,) * 3
@@ -64,20 +64,20 @@ def test_ours_and_a_right_peer_are_checked_and_timed(timer: Timer) -> None:
 def test_ours_is_a_call_of_the_front_door_for_the_problem_itself(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Problem] = []
+    problems: list[Problem] = []
     whole = planner.plan
 
     def plan(call: Call, *, lse: bool) -> planner.Plan:
-        asked.append(call.problem)
+        problems.append(call.problem)
         return whole(call, lse=lse)
 
     monkeypatch.setattr(planner, "plan", plan)
-    one = kernels.problem(**changes)
-    operands = inputs.make(one, CPU, torch.Generator().manual_seed(0))
-    output = entrants.front_door(one, operands)()
-    expected, _ = attention_formula.attention(one, operands)
+    problem = kernels.problem(**changes)
+    operands = inputs.make(problem, CPU, torch.Generator().manual_seed(0))
+    output = entrants.front_door(problem, operands)()
+    expected, _ = attention_formula.attention(problem, operands)
     torch.testing.assert_close(output.double(), expected, rtol=5e-3, atol=5e-3)
-    assert set(asked) == {one}
+    assert set(problems) == {problem}
 
 
 WRONG: list[tuple[Callable[[Problem, Operands], Tensor], State, str]] = [
@@ -116,7 +116,7 @@ def test_a_peer_that_cannot_be_called_is_absent_with_its_reason_and_never_prepar
     missing = planted("away", pytorch_sdpa.sdpa, prepare=prepare, load=lambda: __import__("no_such_package"))
     refusing = planted("coy", pytorch_sdpa.sdpa, prepare=prepare, refuses=lambda problem: "it has no such mask")
     row = benched(missing, refusing)
-    assert [one.state for one in row.contestants] == [State.OK, State.ABSENT, State.ABSENT]
+    assert [contestant.state for contestant in row.contestants] == [State.OK, State.ABSENT, State.ABSENT]
     assert "not installed (no module no_such_package" in named(row, "away").detail
     assert named(row, "coy").detail == "it has no such mask"
     assert row.ours is not None, "without any peer ours runs"
@@ -179,7 +179,9 @@ def test_small_problems_are_replayed_from_graphs_of_several_calls_less_their_flu
     assert row.timing is Timing.GRAPH
     assert named(row, "right").calls == kernel_bench.GRAPH_CALLS
     assert named(row, "right").times_us[0] == 200.0 / kernel_bench.GRAPH_CALLS - 2.0
-    assert {one.name for one in row.contestants} == {"autoattn", "right"}, "flushes are no contestant of the row"
+    assert {contestant.name for contestant in row.contestants} == {"autoattn", "right"}, (
+        "flushes are no contestant of the row"
+    )
     assert named(row, "right").host_us is None
     timer.guess = 1000.0
     assert benched(planted("right", pytorch_sdpa.sdpa)).timing is Timing.EVENTS
@@ -196,7 +198,7 @@ def test_where_one_contestant_cannot_be_recorded_all_are_timed_without_graphs(ti
     timer.guess, timer.breaks = 10.0, True
     row = benched(planted("right", pytorch_sdpa.sdpa))
     assert row.timing is Timing.EVENTS
-    assert {one.calls for one in row.contestants} == {1}
+    assert {contestant.calls for contestant in row.contestants} == {1}
     assert "not permitted when stream is capturing" in row.note
 
 
@@ -204,11 +206,17 @@ def test_where_one_contestant_cannot_be_recorded_all_are_timed_without_graphs(ti
 def test_variants_are_what_the_seeds_name_without_the_one_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_device.set_device(monkeypatch, samples.H200)
     row = benched(problem=kernels.problem(head_dim=64), ours=Ours.VARIANTS)
-    others = [one for one in row.contestants if one.name.startswith("variant ")]
-    plain = [one for one in others if one.variant is not None and one.variant.template == "triton/forward"]
+    others = [contestant for contestant in row.contestants if contestant.name.startswith("variant ")]
+    plain = [
+        contestant
+        for contestant in others
+        if contestant.variant is not None and contestant.variant.template == "triton/forward"
+    ]
     assert plain
-    assert {one.state for one in plain} == {State.FAILED}, "outside of its interpreter, Triton runs nothing here"
-    assert len({one.variant for one in row.contestants}) == len(row.contestants)
+    assert {contestant.state for contestant in plain} == {State.FAILED}, (
+        "outside of its interpreter, Triton runs nothing here"
+    )
+    assert len({contestant.variant for contestant in row.contestants}) == len(row.contestants)
 
 
 def test_what_will_run_is_known_before_so_that_all_cores_compile_it() -> None:
@@ -217,26 +225,26 @@ def test_what_will_run_is_known_before_so_that_all_cores_compile_it() -> None:
     )
     store.merge(resources.user_cache(), samples.H200, Op.FORWARD, [entry])
     others = [entry.problem, kernels.problem(head_dim=64), kernels.problem(head_dim=64, batch=2)]
-    found = kernel_bench.sources(others, samples.H200, Ours.DISPATCH)
-    assert len(found) == 2, "one is tuned, the others share the default"
-    assert found[0].variant == entry.variant
-    assert set(found) < set(kernel_bench.sources(others, samples.H200, Ours.VARIANTS))
+    sources = kernel_bench.sources(others, samples.H200, Ours.DISPATCH)
+    assert len(sources) == 2, "one is tuned, the others share the default"
+    assert sources[0].variant == entry.variant
+    assert set(sources) < set(kernel_bench.sources(others, samples.H200, Ours.VARIANTS))
 
 
 def test_the_kernel_that_ran_is_no_other_variant_of_itself() -> None:
-    told = cache_lookup.explain(kernels.problem(head_dim=64), samples.H200)
-    assert told.variant in kernel_bench.variants_beside(told, None, samples.H200)
-    assert told.variant not in kernel_bench.variants_beside(told, told.variant, samples.H200)
+    explanation = cache_lookup.explain(kernels.problem(head_dim=64), samples.H200)
+    assert explanation.variant in kernel_bench.variants_beside(explanation, None, samples.H200)
+    assert explanation.variant not in kernel_bench.variants_beside(explanation, explanation.variant, samples.H200)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_kernels_are_compiled_ahead_by_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found = kernel_bench.sources([kernels.problem(head_dim=64)], samples.A30, Ours.VARIANTS)[
+    sources = kernel_bench.sources([kernels.problem(head_dim=64)], samples.A30, Ours.VARIANTS)[
         : kernel_bench.WORTH_A_POOL
     ]
-    kernel_bench.compile_ahead(found, samples.A30.arch)
+    kernel_bench.compile_ahead(sources, samples.A30.arch)
     assert len(list(tmp_path.glob("*/*.cubin"))) == kernel_bench.WORTH_A_POOL
 
 

@@ -32,21 +32,21 @@ groups:
 """
 
 
-def problem(seq: int, mask: str = "causal", **changes: object) -> Problem:
+def sized(seq: int, mask: str = "causal", **changes: object) -> Problem:
     facts = {"dtype": DType.BFLOAT16, "batch": 2, "heads_q": 8, "heads_kv": 4, "seq_q": seq, "seq_kv": seq,
              "head_dim": 64, "mask": Mask.parse(mask)} | changes  # fmt: skip
     return Problem(**facts)  # type: ignore[arg-type]
 
 
-def benched(one: Problem, names: str = NAMES, **options: object) -> Row:
-    return next(kernel_bench.rows([one], external.named(names), Options(seconds=0.05, **options)))  # type: ignore[arg-type]
+def benched(problem: Problem, names: str = NAMES, **options: object) -> Row:
+    return next(kernel_bench.rows([problem], external.named(names), Options(seconds=0.05, **options)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("inputs", list(Inputs))
 @pytest.mark.parametrize("mask", ["full", "causal", "window:100,0"])
 def test_everybody_is_right_on_both_kinds_of_inputs(mask: str, inputs: Inputs) -> None:
-    row = benched(problem(700, mask), inputs=inputs)
-    states = {one.name: (one.state, one.detail) for one in row.contestants}
+    row = benched(sized(700, mask), inputs=inputs)
+    states = {contestant.name: (contestant.state, contestant.detail) for contestant in row.contestants}
     assert states["autoattn"] == (State.OK, "")
     assert states["flex"][0] is State.OK
     assert State.WRONG not in {state for state, _ in states.values()}
@@ -54,13 +54,13 @@ def test_everybody_is_right_on_both_kinds_of_inputs(mask: str, inputs: Inputs) -
 
 
 def test_a_small_problem_is_timed_by_graph_and_a_large_one_by_events() -> None:
-    small, large = benched(problem(256), "sdpa-flash"), benched(problem(8192, heads_q=16, batch=4), "sdpa-flash")
+    small, large = benched(sized(256), "sdpa-flash"), benched(sized(8192, heads_q=16, batch=4), "sdpa-flash")
     assert (small.timing, large.timing) == (Timing.GRAPH, Timing.EVENTS), (small.note, large.note)
     assert small.ours is not None
     assert large.ours is not None
     assert small.ours.median_us < 50.0
     assert large.ours.host_us is not None
-    assert all(one.times_us for one in (*small.contestants, *large.contestants))
+    assert all(contestant.times_us for contestant in (*small.contestants, *large.contestants))
 
 
 def test_a_graph_of_several_calls_takes_as_long_as_the_calls() -> None:
@@ -102,18 +102,18 @@ def test_calls_of_a_cold_graph_read_from_memory_what_warm_ones_find_in_the_l2() 
 def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Problem:
     """Gradients whose kernel is the template's default, as if it had been measured."""
     monkeypatch.setenv("AUTOATTN_CACHE", str(tmp_path))
-    card, one = nvidia.present(), problem(2048, op=Op.BACKWARD)
+    card, problem = nvidia.present(), sized(2048, op=Op.BACKWARD)
     assert card is not None
-    variant = search_space.load("triton/backward").default(one, card)
-    store.merge(tmp_path, card, Op.BACKWARD, [samples.tuned(one, variant)])
-    return one
+    variant = search_space.load("triton/backward").default(problem, card)
+    store.merge(tmp_path, card, Op.BACKWARD, [samples.tuned(problem, variant)])
+    return problem
 
 
 @pytest.mark.parametrize("inputs", list(Inputs))
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_backward_passes_are_right_and_timed_by_events(tuned: Problem, deterministic: bool, inputs: Inputs) -> None:
     row = benched(replace(tuned, deterministic=deterministic), f"{NAMES},fa2,fa4", inputs=inputs)
-    states = {one.name: (one.state, one.detail) for one in row.contestants}
+    states = {contestant.name: (contestant.state, contestant.detail) for contestant in row.contestants}
     assert states["autoattn"][0] is State.OK, states
     assert states["flex"][0] is State.OK, states
     assert states["sdpa-flash"][0] is State.OK, states
@@ -121,7 +121,7 @@ def test_backward_passes_are_right_and_timed_by_events(tuned: Problem, determini
     assert State.WRONG not in {state for state, _ in states.values()}, states
     assert row.contestants[0].route == "triton/backward"
     assert row.timing is Timing.EVENTS
-    assert all(one.host_us for one in row.contestants if one.timed)
+    assert all(contestant.host_us for contestant in row.contestants if contestant.timed)
 
 
 def test_more_spins_hide_more_of_the_host() -> None:

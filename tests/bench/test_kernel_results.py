@@ -105,7 +105,7 @@ def test_the_standings_are_geometric_means_with_the_lowest_row(two: Run) -> None
     assert (best.rows, best.lowest, best.highest, best.below) == (2, 0.8, 1.25, 1)
     assert best.mean == pytest.approx(1.0)
     assert best.worst is two.rows[1]
-    each = {one.name: (one.rows, one.mean) for one in kernel_tables.against_each(two.rows)}
+    each = {standing.name: (standing.rows, standing.mean) for standing in kernel_tables.against_each(two.rows)}
     assert each["sdpa-cudnn"] == (2, pytest.approx((1.25 * 0.9) ** 0.5))
     assert each["flex"] == (1, 1.5)
     assert each["fa4"] == (1, 0.8)
@@ -162,15 +162,15 @@ def bars(text: str) -> list[tuple[str, float]]:
     """(title, width) of each bar."""
     root = ElementTree.fromstring(text)
     space = "{http://www.w3.org/2000/svg}"
-    found = [(one.find(f"{space}title"), one) for one in root.iter(f"{space}rect")]
-    return [(title.text or "", float(one.get("width", ""))) for title, one in found if title is not None]
+    titled_bars = [(rect.find(f"{space}title"), rect) for rect in root.iter(f"{space}rect")]
+    return [(title.text or "", float(rect.get("width", ""))) for title, rect in titled_bars if title is not None]
 
 
 def test_the_chart_draws_rates_and_leaves_out_what_is_wrong(two: Run) -> None:
     drawn = bars(kernel_chart.svg_text(two))
     names = [title.split(":")[0] for title, _ in drawn]
     assert names == ["autoattn", "sdpa-cudnn", "flex", "autoattn", "sdpa-cudnn", "fa4"]
-    rates = [row.tflops(one) for row in two.rows for one in row.contestants if one.timed]
+    rates = [row.tflops(entrant) for row in two.rows for entrant in row.contestants if entrant.timed]
     widths = [width for _, width in drawn]
     for rate, width in zip(rates, widths, strict=True):
         assert width / max(widths) == pytest.approx(rate / max(rates), abs=2e-3)
@@ -197,8 +197,8 @@ def test_the_chart_loads_nothing_and_no_text_acts_in_it_or_in_the_table(two: Run
 
 def test_a_row_without_inputs_and_a_run_without_rows_are_written_too(tmp_path: Path) -> None:
     empty = run_of(Row(problem=samples.problem(), note="no inputs: out of memory"))
-    for one in (empty, run_of()):
-        for path in kernel_tables.write(one, tmp_path / "bench"):
+    for bench_run in (empty, run_of()):
+        for path in kernel_tables.write(bench_run, tmp_path / "bench"):
             assert path.stat().st_size > 0
     assert "no inputs" in kernel_tables.markdown_text(empty)
     assert "no inputs: out of memory" in kernel_tables.csv_text(empty)
@@ -217,16 +217,16 @@ def shapes(tmp_path: Path) -> Path:
 @pytest.fixture
 def fake_rows(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     """Rows without a card; gives the problems that were asked for."""
-    asked: list[Problem] = []
+    requested: list[Problem] = []
 
     def rows(problems: list[Problem], others: list[Peer], options: Options) -> Iterator[Row]:
-        for one in problems:
-            asked.append(one)
-            yield row_of(one, 100.0, contestant("sdpa-cudnn", 150.0))
+        for problem in problems:
+            requested.append(problem)
+            yield row_of(problem, 100.0, contestant("sdpa-cudnn", 150.0))
 
     fake_device.set_device(monkeypatch, samples.H200)
     monkeypatch.setattr(kernel_bench, "rows", rows)
-    return asked
+    return requested
 
 
 def test_without_a_gpu_the_command_says_so_in_one_sentence(
@@ -264,7 +264,7 @@ def test_the_command_prints_each_row_and_writes_three_files(
 ) -> None:
     out = tmp_path / "out"
     assert run(["bench", str(shapes), "--peers", "sdpa-cudnn,flex", "--out", str(out), "--only", "8x8"]) == 0
-    assert [str(one) for one in fake_rows] == ["fp16 B1 H2 8x8 D16 full", "fp16 B1 H2 8x8 D16 causal"]
+    assert [str(problem) for problem in fake_rows] == ["fp16 B1 H2 8x8 D16 full", "fp16 B1 H2 8x8 D16 causal"]
     said = capsys.readouterr().out
     assert "[1/2] fp16 B1 H2 8x8 D16 full: " in said
     assert "1.500x the best peer" in said
@@ -282,7 +282,7 @@ def test_gradients_are_benched_like_outputs(
     path = tmp_path / "backward.yaml"
     path.write_text(SHAPES.replace("batch: 1", "batch: 1, operation: [forward, backward]"))
     assert run(["bench", str(path), "--only", "backward", "--peers", "sdpa-cudnn", "--out", str(tmp_path)]) == 0
-    assert [str(one) for one in fake_rows] == [
+    assert [str(problem) for problem in fake_rows] == [
         "backward fp16 B1 H2 8x8 D16 full",
         "backward fp16 B1 H2 8x8 D16 causal",
         "backward fp16 B1 H2 24x24 D16 full",

@@ -93,7 +93,7 @@ def replaced(monkeypatch: pytest.MonkeyPatch, whose: Whose, attend: Callable[...
     monkeypatch.setattr(
         transformer,
         "attention_of",
-        lambda one, *given, **facts: attend if one is whose else known(one, *given, **facts),
+        lambda attention, *given, **facts: attend if attention is whose else known(attention, *given, **facts),
     )
 
 
@@ -102,14 +102,14 @@ def replaced(monkeypatch: pytest.MonkeyPatch, whose: Whose, attend: Callable[...
 
 def test_all_calls_of_both_tables_are_there_those_the_seed_lost_too() -> None:
     cases = Options().cases()
-    assert [sum(one.table is table for one in cases) for table in Table] == [20, 54]
-    lost = [str(one) for one in cases if one.lost]
+    assert [sum(case.table is table for case in cases) for table in Table] == [20, 54]
+    lost = [str(case) for case in cases if case.lost]
     assert lost == [
         *(f"attention 16,384 D{head_dim} fp32" for head_dim in (16, 32, 64, 128)),
         *(f"flash 32,768 D{head_dim} fp32" for head_dim in (16, 32, 64)),
     ]
-    one = Case(table=Table.ATTENTION, context=256, head_dim=32, numbers=Numbers.FLOAT32).problem
-    assert str(one) == "fp32:ieee B8 H1 256x256 D32 full"
+    problem = Case(table=Table.ATTENTION, context=256, head_dim=32, numbers=Numbers.FLOAT32).problem
+    assert str(problem) == "fp32:ieee B8 H1 256x256 D32 full"
 
 
 @pytest.mark.parametrize("table", list(Table))
@@ -182,13 +182,13 @@ def test_memory_is_that_of_one_attention_alone_inputs_included() -> None:
 def test_kernels_of_both_passes_are_known_before_so_that_all_cores_compile_them() -> None:
     cases = Options(tables=(Table.FLASH,), head_dims=(64,), contexts=(1024, 2048), numbers=(Numbers.BFLOAT16,)).cases()
     assert pass_bench.sources(cases, samples.A30) == [], "PyTorch's gradients are believed faster"
-    asked = gradient_problem.backward_of(cases[0].problem)
+    problem = gradient_problem.backward_of(cases[0].problem)
     variant = gradient_kernels.variant()
-    entry = samples.tuned(asked, variant)
-    store.merge(resources.user_cache(), samples.H200, asked.op, [entry])
-    found = pass_bench.sources(cases, samples.H200)
-    assert {(one.name, one.traits.lse) for one in found} == {("forward", True), ("backward", False)}
-    assert sum(one.name == "backward" for one in found) == 1, "the other call's neighbour"
+    entry = samples.tuned(problem, variant)
+    store.merge(resources.user_cache(), samples.H200, problem.op, [entry])
+    sources = pass_bench.sources(cases, samples.H200)
+    assert {(source.name, source.traits.lse) for source in sources} == {("forward", True), ("backward", False)}
+    assert sum(source.name == "backward" for source in sources) == 1, "the other call's neighbour"
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
@@ -282,27 +282,27 @@ def test_every_line_of_a_table_has_as_many_cells() -> None:
 
 
 def test_the_csv_has_every_sample() -> None:
-    found = list(csv.DictReader(io.StringIO(report.csv_text(run_of(ROWS)))))
-    assert [(one["attention"], one["part"]) for one in found[:4]] == [
+    rows = list(csv.DictReader(io.StringIO(report.csv_text(run_of(ROWS)))))
+    assert [(row["attention"], row["part"]) for row in rows[:4]] == [
         ("autoattn", "forward"), ("autoattn", "backward"), ("autoattn", "both"), ("naive", "forward"),
     ]  # fmt: skip
-    assert found[0]["samples_us"] == "40 40 40"
-    assert (found[0]["timing"], found[2]["timing"], found[3]["timing"]) == ("graph", "events", "")
-    assert (found[6]["over_autoattn"], found[6]["peak_bytes"]) == ("3", str(16 << 20))
+    assert rows[0]["samples_us"] == "40 40 40"
+    assert (rows[0]["timing"], rows[2]["timing"], rows[3]["timing"]) == ("graph", "events", "")
+    assert (rows[6]["over_autoattn"], rows[6]["peak_bytes"]) == ("3", str(16 << 20))
 
 
 @pytest.mark.parametrize("draw", [report.time_text, report.memory_text])
 def test_the_charts_have_a_bar_for_each_row_with_numbers(draw: Any) -> None:
     root = ElementTree.fromstring(draw(run_of(ROWS)))
-    titles = [one.text for one in root.iter("{http://www.w3.org/2000/svg}title")]
+    titles = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
     assert [(title or "").partition(":")[0] for title in titles] == ["autoattn", "sdpa"]
 
 
 def test_bars_of_memory_share_one_scale_so_that_growth_is_seen() -> None:
     half = [replace(row_of(Whose.OURS, 1.0), case=replace(CASE, context=16384), peak_bytes=8 << 20)]
     root = ElementTree.fromstring(report.memory_text(run_of(half, ROWS)))
-    bars = [one for one in root.iter("{http://www.w3.org/2000/svg}rect") if one.find("{*}title") is not None]
-    widths = [float(one.attrib["width"]) for one in bars]
+    bars = [rect for rect in root.iter("{http://www.w3.org/2000/svg}rect") if rect.find("{*}title") is not None]
+    widths = [float(bar.attrib["width"]) for bar in bars]
     assert widths[1] == pytest.approx(2 * widths[0], rel=1e-2)
 
 
@@ -317,15 +317,15 @@ def test_ours_is_compared_part_by_part() -> None:
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
     """A card whose rows are ROWS; gives the options that were asked for."""
-    asked: list[Options] = []
+    requested: list[Options] = []
 
     def rows(options: Options) -> Iterator[list[Row]]:
-        asked.append(options)
+        requested.append(options)
         yield ROWS
 
     monkeypatch.setattr(kernel_bench, "machine", lambda peers: {"card": "NVIDIA H200, sm_90, 132 SMs"})
     monkeypatch.setattr(pass_bench, "rows", rows)
-    return asked
+    return requested
 
 
 def test_the_command_writes_tables_and_plots_and_says_how_to_repeat_it(

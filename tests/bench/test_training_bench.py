@@ -29,7 +29,7 @@ class Gauge:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.marks = 0
-        self.asked: list[tuple[int, int]] = []
+        self.pairs: list[tuple[int, int]] = []
         self.breaks = False
 
     def mark(self) -> int:
@@ -38,7 +38,7 @@ class Gauge:
         return self.marks - 1
 
     def between(self, begin: int, end: int) -> float:
-        self.asked.append((begin % 6, end % 6))
+        self.pairs.append((begin % 6, end % 6))
         return {(0, 5): 100.0, (1, 2): 10.0, (3, 4): 20.0}[begin % 6, end % 6]
 
     def settle(self) -> None:
@@ -70,7 +70,7 @@ def timed(gauge: Gauge | None = None, size: Size = TINY, **options: Any) -> list
 
 def test_forward_backward_and_total_are_each_between_events_of_their_own() -> None:
     gauge = Gauge()
-    times, found = training_bench.step(
+    times, step_loss = training_bench.step(
         gauge,
         lambda: gauge.log.append("forward") or torch.ones(()),  # type: ignore[func-returns-value]
         lambda loss: gauge.log.append("backward"),
@@ -82,8 +82,8 @@ def test_forward_backward_and_total_are_each_between_events_of_their_own() -> No
     assert times == Times(forward_ms=10.0, backward_ms=20.0, total_ms=100.0), (
         "the total is no sum, no part a difference"
     )
-    assert len({event for pair in gauge.asked for event in pair}) == 6
-    assert float(found) == 1.0
+    assert len({event for pair in gauge.pairs for event in pair}) == 6
+    assert float(step_loss) == 1.0
 
 
 def test_a_row_has_the_timed_steps_alone_and_the_peak_of_these() -> None:
@@ -119,7 +119,7 @@ def test_attentions_take_turns_in_an_order_that_changes(monkeypatch: pytest.Monk
     taken = taken[:24]
     assert [len(row.times) for row in rows] == [8] * 3
     rounds = [tuple(taken[begin : begin + 3]) for begin in range(0, 24, 3)]
-    assert {frozenset(one) for one in rounds} == {frozenset((Whose.OURS, Whose.NAIVE, Whose.SDPA))}
+    assert {frozenset(order) for order in rounds} == {frozenset((Whose.OURS, Whose.NAIVE, Whose.SDPA))}
     assert len(set(rounds)) > 1
 
 
@@ -154,27 +154,31 @@ def test_rows_have_the_same_loss(numbers: Numbers) -> None:
 def test_autoattn_runs_in_its_own_rows_alone(
     numbers: Numbers, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Tensor] = []
+    operands: list[Tensor] = []
     attention = functional.attention
 
     def noted(*tensors: Tensor, **given: Any) -> Any:
-        asked.extend(tensors)
+        operands.extend(tensors)
         return attention(*tensors, **given)
 
     monkeypatch.setattr(functional, "attention", noted)
     timed(attention=(Whose.NAIVE, Whose.SDPA), numbers=(numbers,))
-    assert not asked
+    assert not operands
     (row,) = timed(attention=(Whose.OURS,), numbers=(numbers,), warmup=1, steps=3)
-    assert len(asked) == 3 * (4 * TINY.layers + 1 + training_bench.ALONE_STEPS)
-    assert {one.dtype for one in asked} == {dtype}
-    assert all(one.requires_grad for one in asked)
+    assert len(operands) == 3 * (4 * TINY.layers + 1 + training_bench.ALONE_STEPS)
+    assert {tensor.dtype for tensor in operands} == {dtype}
+    assert all(tensor.requires_grad for tensor in operands)
     assert row.ran.startswith("sdpa flash")
 
 
 def replaced(monkeypatch: pytest.MonkeyPatch, whose: Whose, attend: Callable[..., Tensor]) -> None:
     """One of the attentions, replaced."""
     known = transformer.attention_of
-    monkeypatch.setattr(transformer, "attention_of", lambda one, *given: attend if one is whose else known(one, *given))
+    monkeypatch.setattr(
+        transformer,
+        "attention_of",
+        lambda attention, *given: attend if attention is whose else known(attention, *given),
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,7 +238,7 @@ def test_no_row_leaves_gradients_behind(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(training_bench, "Transformer", kept)
     timed(attention=(Whose.SDPA,))
-    assert all(one.grad is None for one in built[0].parameters())
+    assert all(parameter.grad is None for parameter in built[0].parameters())
 
 
 def test_a_compiled_row_compiles_the_model_and_the_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,10 +259,10 @@ def test_attention_alone_has_tensors_that_lie_as_the_model_s(monkeypatch: pytest
     seen: list[tuple[Any, ...]] = []
 
     def noted(*tensors: Tensor) -> Tensor:
-        found = transformer.sdpa(*tensors)
-        found.register_hook(lambda pull: seen.append(("pull", pull.shape, pull.stride())))
-        seen.append(tuple((one.shape, one.stride(), one.dtype) for one in tensors))
-        return found
+        output = transformer.sdpa(*tensors)
+        output.register_hook(lambda pull: seen.append(("pull", pull.shape, pull.stride())))
+        seen.append(tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors))
+        return output
 
     replaced(monkeypatch, Whose.SDPA, noted)
     (row,) = timed(attention=(Whose.SDPA,), numbers=(Numbers.BFLOAT16,), warmup=1, steps=3)

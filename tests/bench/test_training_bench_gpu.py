@@ -20,7 +20,7 @@ def test_every_attention_is_timed_and_gives_the_same_loss(numbers: Numbers, mode
     rows = list(training_bench.rows([SMALL], options))
     assert {row.whose: (row.state, row.detail) for row in rows} == dict.fromkeys(Whose, (State.OK, ""))
     for row in rows:
-        assert all(one.total_ms >= one.forward_ms + one.backward_ms > 0 for one in row.times)
+        assert all(step.total_ms >= step.forward_ms + step.backward_ms > 0 for step in row.times)
         assert row.share > 0
         assert row.ran
         assert row.peak_bytes is not None

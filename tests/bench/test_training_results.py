@@ -116,7 +116,7 @@ def test_the_csv_has_every_sample() -> None:
 @pytest.mark.parametrize("draw", [training_tables.speed_text, training_tables.memory_text])
 def test_the_charts_have_a_bar_for_each_row_with_times(draw: Any) -> None:
     root = ElementTree.fromstring(draw(run_of(*THREE)))
-    titles = [one.text for one in root.iter("{http://www.w3.org/2000/svg}title")]
+    titles = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
     assert [(title or "").partition(":")[0] for title in titles] == ["autoattn", "sdpa"]
 
 
@@ -126,8 +126,8 @@ def test_bars_of_memory_share_one_scale() -> None:
         row_of(Whose.OURS, 1.0, context=2048, peak_bytes=4 << 30),
     )
     root = ElementTree.fromstring(training_tables.memory_text(run_of(small, large)))
-    bars = [one for one in root.iter("{http://www.w3.org/2000/svg}rect") if one.find("{*}title") is not None]
-    widths = [float(one.attrib["width"]) for one in bars]
+    bars = [rect for rect in root.iter("{http://www.w3.org/2000/svg}rect") if rect.find("{*}title") is not None]
+    widths = [float(bar.attrib["width"]) for bar in bars]
     assert widths[1] == pytest.approx(4 * widths[0], rel=1e-2)
 
 
@@ -137,15 +137,15 @@ def test_bars_of_memory_share_one_scale() -> None:
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
     """A card whose rows are THREE; gives the options that were asked for."""
-    asked: list[Options] = []
+    requested: list[Options] = []
 
     def rows(sizes: Any, options: Options) -> Iterator[Row]:
-        asked.append(options)
+        requested.append(options)
         yield from THREE
 
     monkeypatch.setattr(kernel_bench, "machine", lambda peers: {"card": "NVIDIA H200, sm_90, 132 SMs"})
     monkeypatch.setattr(training_bench, "rows", rows)
-    return asked
+    return requested
 
 
 def test_without_a_gpu_the_command_refuses_in_one_sentence(
@@ -249,9 +249,9 @@ def test_a_file_named_model_is_reached_by_its_folder_or_behind_options(
 
 def test_help_tells_the_two_apart(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "--help"]) == 0
-    told = capsys.readouterr().out
-    assert "autoattn bench [OPTIONS] {SHAPES}" in told
-    assert "autoattn bench model" in told
+    text = capsys.readouterr().out
+    assert "autoattn bench [OPTIONS] {SHAPES}" in text
+    assert "autoattn bench model" in text
     assert run(["bench", "model", "--help"]) == 0
     assert "autoattn bench model [OPTIONS]" in capsys.readouterr().out
     assert run(["--help"]) == 0

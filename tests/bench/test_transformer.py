@@ -32,9 +32,11 @@ def model_and_tokens(length: int = 32) -> tuple[Transformer, Tensor, Tensor]:
 
 def test_heads_and_head_dims_are_those_of_the_shapes_file() -> None:
     file = [
-        one for one in shapes_file.load(BENCHMARKS / "shapes/language_models.yaml") if "language-models" in one.groups
+        entry
+        for entry in shapes_file.load(BENCHMARKS / "shapes/language_models.yaml")
+        if "language-models" in entry.groups
     ]
-    assert {(one.problem.heads_q, one.problem.head_dim, one.problem.batch) for one in file} == {
+    assert {(entry.problem.heads_q, entry.problem.head_dim, entry.problem.batch) for entry in file} == {
         (size.heads, size.head_dim, 4) for size in SIZES.values()
     }
     assert list(SIZES) == ["S", "M", "L", "XL", "2.7B"]
@@ -47,7 +49,7 @@ def test_heads_and_head_dims_are_those_of_the_shapes_file() -> None:
 def test_models_have_as_many_parameters_as_the_assignment_s_architecture(name: str, parameters: int) -> None:
     with torch.device("meta"):
         model = Transformer(SIZES[name], 8)
-    assert sum(one.numel() for one in model.parameters()) == SIZES[name].parameters == parameters
+    assert sum(parameter.numel() for parameter in model.parameters()) == SIZES[name].parameters == parameters
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -66,30 +68,30 @@ def test_all_attentions_give_the_same_loss(autocast: bool) -> None:
 def test_gradients_are_those_of_the_formula(whose: Whose) -> None:
     model, tokens, targets = model_and_tokens()
     model(tokens, targets).backward()
-    expected = [one.grad.clone() for one in model.parameters() if one.grad is not None]
+    expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad(set_to_none=True)
     model.attend_by(transformer.attention_of(whose, 32, CPU))
     model(tokens, targets).backward()
-    torch.testing.assert_close([one.grad for one in model.parameters()], expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_token_sees_none_that_follow() -> None:
     model, tokens, _ = model_and_tokens()
-    found: list[Tensor] = []
-    model.head.register_forward_hook(lambda module, inputs, output: found.append(output.detach()))
+    logits: list[Tensor] = []
+    model.head.register_forward_hook(lambda module, inputs, output: logits.append(output.detach()))
     changed = tokens.clone()
     changed[:, 20:] = (changed[:, 20:] + 1) % TINY.vocabulary
     model(tokens, tokens)
     model(changed, tokens)
-    torch.testing.assert_close(found[0][:, :20], found[1][:, :20])
-    assert not torch.allclose(found[0][:, 20:], found[1][:, 20:])
+    torch.testing.assert_close(logits[0][:, :20], logits[1][:, :20])
+    assert not torch.allclose(logits[0][:, 20:], logits[1][:, 20:])
 
 
 def test_scores_of_rotated_heads_depend_on_the_distance_alone() -> None:
     with torch.no_grad():
         model = Transformer(TINY, 32)
         query, key = torch.randn(2, 1, 1, 1, 16).expand(2, 1, 1, 32, 16)  # the same at each place
-        turned = [transformer.rotate(one, model.cosines, model.sines) for one in (query, key)]
+        turned = [transformer.rotate(tensor, model.cosines, model.sines) for tensor in (query, key)]
     scores = (turned[0] @ turned[1].mT)[0, 0]
     torch.testing.assert_close(scores[1:, 1:], scores[:-1, :-1], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(scores.diagonal(), (query * key).sum(-1)[0, 0])
@@ -99,16 +101,16 @@ def test_scores_of_rotated_heads_depend_on_the_distance_alone() -> None:
 def test_autoattn_s_own_function_runs_once_for_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens, targets = model_and_tokens()
     model.attend_by(transformer.attention_of(Whose.OURS, 32, CPU))
-    asked: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
     attention = functional.attention
 
     def noted(*tensors: Tensor, **given: Any) -> Any:
-        asked.append({"shape": tuple(tensors[0].shape), **given})
+        calls.append({"shape": tuple(tensors[0].shape), **given})
         return attention(*tensors, **given)
 
     monkeypatch.setattr(functional, "attention", noted)
     model(tokens, targets)
-    assert asked == [{"shape": (2, 2, 32, 16), "causal": True}] * TINY.layers
+    assert calls == [{"shape": (2, 2, 32, 16), "causal": True}] * TINY.layers
 
 
 def three() -> tuple[Tensor, Tensor, Tensor]:
@@ -132,7 +134,7 @@ def test_what_ran_is_named(whose: Whose, mode: Mode, words: str) -> None:
     assert transformer.ran(whose, mode, *three()).startswith(words)
 
 
-def told(route: str, problem: Problem) -> Explanation:
+def explanation_of(route: str, problem: Problem) -> Explanation:
     variant = samples.measured(problem).variant
     return Explanation(problem=problem, route=route, level=Level.EXACT, reasons=Reasons(""), variant=variant)
 
@@ -150,7 +152,7 @@ def test_of_autoattn_s_rows_the_kernel_is_named_and_who_gives_gradients(
     learns: str, free: str, mode: Mode, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def explain(*tensors: Tensor, causal: bool) -> Explanation:
-        return told(learns if torch.is_grad_enabled() else free, kernels.problem())
+        return explanation_of(learns if torch.is_grad_enabled() else free, kernels.problem())
 
     monkeypatch.setattr(functional, "explain", explain)
     monkeypatch.setattr(transformer, "traced_backend", lambda *tensors: None)

@@ -18,7 +18,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
     monkeypatch.setattr(sys, "argv", ["family.py", *words])
     monkeypatch.setattr(search_space, "of", search_space.of)  # what it was comes back
     monkeypatch.setattr(
-        cli, "main", lambda: seen.extend([*(one.template for one in search_space.of(Op.BACKWARD)), *sys.argv])
+        cli, "main", lambda: seen.extend([*(space.template for space in search_space.of(Op.BACKWARD)), *sys.argv])
     )
     family.main()
     return seen

@@ -28,10 +28,10 @@ def pair(work: float, neighbour: float, portfolio: float) -> Pair:
 
 
 def test_the_limit_is_where_neighbours_begin_to_lose_to_the_portfolio() -> None:
-    found = [pair(0.2, 1.0, 1.1), pair(1.2, 1.0, 1.2), pair(1.7, 1.3, 1.1), pair(4.0, 2.0, 1.1)]
-    best, saved = near_limit.limit(found, lambda each: each.work)
+    pairs = [pair(0.2, 1.0, 1.1), pair(1.2, 1.0, 1.2), pair(1.7, 1.3, 1.1), pair(4.0, 2.0, 1.1)]
+    best, saved = near_limit.limit(pairs, lambda each: each.work)
     assert (best, saved) == (1.5, pytest.approx(math.log(1.1) + math.log(1.2)))
-    assert near_limit.limit(found, lambda each: each.octaves)[0] == 2.5
+    assert near_limit.limit(pairs, lambda each: each.octaves)[0] == 2.5
 
 
 def test_where_neighbours_never_win_no_limit_does() -> None:

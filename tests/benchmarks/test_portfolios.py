@@ -35,7 +35,7 @@ SPACE = search_space.load("triton/forward")
 SEEDS = [SPACE.variant(params) for _, params in SPACE.seeds]
 
 
-def problem(rows: int, head_dim: int = 64) -> Problem:
+def problem_of(rows: int, head_dim: int = 64) -> Problem:
     return samples.problem(
         batch=2, heads_q=4, heads_kv=4, seq_q=rows, seq_kv=max(rows, 512), head_dim=head_dim, dtype=DType.FLOAT16
     )
@@ -44,12 +44,14 @@ def problem(rows: int, head_dim: int = 64) -> Problem:
 def feasible(*problems: Problem) -> list[Variant]:
     """Seeds that run all of these problems."""
     return [
-        seed for seed in dict.fromkeys(SEEDS) if all(SPACE.why_infeasible(seed, one, H200) is None for one in problems)
+        seed
+        for seed in dict.fromkeys(SEEDS)
+        if all(SPACE.why_infeasible(seed, problem, H200) is None for problem in problems)
     ]
 
 
-def example(one: Problem, times_us: dict[Variant, float]) -> Example:
-    return Example(problem=one, device=H200, times_us=times_us, rivals_us={})
+def example(problem: Problem, times_us: dict[Variant, float]) -> Example:
+    return Example(problem=problem, device=H200, times_us=times_us, rivals_us={})
 
 
 def first_of(tree: Tree, count: int = 1) -> tuple[Variant, ...]:
@@ -59,17 +61,17 @@ def first_of(tree: Tree, count: int = 1) -> tuple[Variant, ...]:
 
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 256, 384, 512, 640, 768, 1024, 1536, 2048)
-SHORT, LONG = feasible(*map(problem, LENGTHS))[:2]
+SHORT, LONG = feasible(*map(problem_of, LENGTHS))[:2]
 
 
 @pytest.fixture(scope="module")
 def examples() -> list[Example]:
     """One variant is twice as fast below 16 rows, another one above."""
-    found = []
+    by_length = []
     for rows in LENGTHS:
         times = {SHORT: 10.0, LONG: 20.0} if rows < 16 else {SHORT: 20.0, LONG: 10.0}
-        found.append(example(problem(rows), times))
-    return found
+        by_length.append(example(problem_of(rows), times))
+    return by_length
 
 
 def samples_of(examples: list[Example]) -> Iterator[portfolio_model.Sample]:
@@ -85,8 +87,8 @@ def test_the_tree_asks_what_tells_the_problems_apart(examples: list[Example]) ->
     tree = portfolio_tree.grow(examples)
     assert {variants[0] for variants in portfolio_tree.leaves(tree)} == {SHORT, LONG}
     assert [portfolio_tree.regret(each, tree) for each in examples] == [1.0] * len(examples)
-    assert portfolio_tree.choice(example(problem(9), {}), tree) == SHORT
-    assert portfolio_tree.choice(example(problem(4096), {}), tree) == LONG
+    assert portfolio_tree.choice(example(problem_of(9), {}), tree) == SHORT
+    assert portfolio_tree.choice(example(problem_of(4096), {}), tree) == LONG
 
 
 def test_the_same_data_give_the_same_bytes_whatever_their_order(examples: list[Example]) -> None:
@@ -112,21 +114,21 @@ def test_what_is_derived_is_what_calls_run(
 
 
 def test_one_variant_that_is_best_everywhere_needs_no_question() -> None:
-    each = [example(problem(rows), {SHORT: 10.0, LONG: 11.0}) for rows in LENGTHS]
+    each = [example(problem_of(rows), {SHORT: 10.0, LONG: 11.0}) for rows in LENGTHS]
     assert first_of(portfolio_tree.grow(each)) == (SHORT,)
 
 
 def test_a_variant_that_was_not_measured_is_not_believed_to_be_good() -> None:
     """Without that, the one that was tried on a single problem would win."""
-    each = [example(problem(rows), {SHORT: 10.0}) for rows in LENGTHS]
-    each[0] = example(problem(1), {SHORT: 10.0, LONG: 9.9})
+    each = [example(problem_of(rows), {SHORT: 10.0}) for rows in LENGTHS]
+    each[0] = example(problem_of(1), {SHORT: 10.0, LONG: 9.9})
     assert first_of(portfolio_tree.grow(each)) == (SHORT,)
 
 
 @pytest.mark.parametrize("plain_us", [20.0, 11.0], ids=["which is slow", "which is nearly as fast everywhere"])
 def test_where_the_first_cannot_run_the_next_is_for_what_is_left(plain_us: float) -> None:
     gluon = search_space.load("gluon/forward")
-    odd, even = problem(1024, head_dim=60), problem(1024, head_dim=64)
+    odd, even = problem_of(1024, head_dim=60), problem_of(1024, head_dim=64)
     fast = next(seed for seed in gluon.seeds_for(even, H200) if gluon.why_infeasible(seed, odd, H200) is not None)
     plain = feasible(odd, even)[0]
     each = [example(even, {fast: 10.0, plain: plain_us}), example(odd, {plain: plain_us})]
@@ -136,11 +138,11 @@ def test_where_the_first_cannot_run_the_next_is_for_what_is_left(plain_us: float
 def test_a_list_has_what_problems_near_it_run_that_its_own_examples_never_need() -> None:
     """No question tells head dims 60 and 64 apart, and none of 60 was drawn with as many rows."""
     gluon = search_space.load("gluon/forward")
-    many, odd = problem(1024), problem(1024, head_dim=60)
+    many, odd = problem_of(1024), problem_of(1024, head_dim=60)
     fast = next(seed for seed in gluon.seeds_for(many, H200) if gluon.why_infeasible(seed, odd, H200) is not None)
-    each = [example(problem(1024), {fast: 10.0, SHORT: 20.0, LONG: 30.0})] * 6
-    each += [example(problem(rows), {fast: 30.0, SHORT: 10.0, LONG: 10.5}) for rows in range(1, 7)]
-    each += [example(problem(rows, head_dim=60), {SHORT: 12.0, LONG: 10.0}) for rows in range(1, 7)]
+    each = [example(problem_of(1024), {fast: 10.0, SHORT: 20.0, LONG: 30.0})] * 6
+    each += [example(problem_of(rows), {fast: 30.0, SHORT: 10.0, LONG: 10.5}) for rows in range(1, 7)]
+    each += [example(problem_of(rows, head_dim=60), {SHORT: 12.0, LONG: 10.0}) for rows in range(1, 7)]
     tree = portfolio_tree.grow(each)
     assert portfolio_tree.choice(example(many, {}), tree) == fast
     assert portfolio_tree.choice(example(odd, {}), tree) == LONG
@@ -160,8 +162,8 @@ def test_numbers_are_asked_first_though_sizes_tell_more_apart(examples: list[Exa
 
 
 def test_one_call_at_half_the_speed_costs_more_than_many_at_nine_tenths() -> None:
-    each = [example(problem(rows), {SHORT: 10.0, LONG: 11.1}) for rows in LENGTHS[:7]]
-    each.append(example(problem(LENGTHS[7]), {SHORT: 20.0, LONG: 10.0}))
+    each = [example(problem_of(rows), {SHORT: 10.0, LONG: 11.1}) for rows in LENGTHS[:7]]
+    each.append(example(problem_of(LENGTHS[7]), {SHORT: 20.0, LONG: 10.0}))
     assert first_of(portfolio_tree.grow(each)) == (LONG,)
 
 
@@ -176,13 +178,13 @@ def test_thresholds_are_round_and_between(values: tuple[float, float], expected:
 
 
 def test_the_pool_is_feasible_and_begins_with_seeds_of_the_problem() -> None:
-    for one in drawn_calls.draw(portfolios.RESERVED, 6):
-        pool = variant_pool.pool(one, H200)
+    for problem in drawn_calls.draw(portfolios.RESERVED, 6):
+        pool = variant_pool.pool(problem, H200)
         spaces = {space.template: space for space in search_space.of(Op.FORWARD)}
-        seeds = [seed for space in spaces.values() for seed in space.seeds_for(one, H200)]
+        seeds = [seed for space in spaces.values() for seed in space.seeds_for(problem, H200)]
         assert pool[0] in seeds
         assert len(set(pool)) == len(pool) >= 12
-        assert all(spaces[each.template].why_infeasible(each, one, H200) is None for each in pool)
+        assert all(spaces[each.template].why_infeasible(each, problem, H200) is None for each in pool)
 
 
 def test_sizes_of_a_kind_share_its_kernels() -> None:
@@ -207,20 +209,20 @@ def test_a_cover_has_a_variant_near_the_best_of_each_problem(examples: list[Exam
 
 def test_what_rules_allow_and_no_measurement_has_is_taken_to_fail() -> None:
     """Where fewer variants worked than may meet in rounds, none was left out for being slow."""
-    screened = [example(problem(1), {SHORT: 9.0}), example(problem(2), {LONG: 9.0})]
-    measured = [example(problem(rows), {LONG: 10.0}) for rows in LENGTHS]
-    drawn = portfolios.predicted(measured, screened, [problem(700)])
-    alike = [each for each in drawn if portfolios.numbers_of(each.problem) == portfolios.numbers_of(problem(1))]
+    screened = [example(problem_of(1), {SHORT: 9.0}), example(problem_of(2), {LONG: 9.0})]
+    measured = [example(problem_of(rows), {LONG: 10.0}) for rows in LENGTHS]
+    drawn = portfolios.predicted(measured, screened, [problem_of(700)])
+    alike = [each for each in drawn if portfolios.numbers_of(each.problem) == portfolios.numbers_of(problem_of(1))]
     assert alike
     assert all(SHORT not in each.times_us for each in alike)
     chosen = [replace(each, met_cover=False) for each in measured]  # few met; SHORT may not have been among them
-    assert any(SHORT in each.times_us for each in portfolios.predicted(chosen, screened, [problem(700)]))
+    assert any(SHORT in each.times_us for each in portfolios.predicted(chosen, screened, [problem_of(700)]))
 
 
 @pytest.mark.exhaustive  # each process takes seconds to start
 def test_processes_predict_what_one_does(examples: list[Example], monkeypatch: pytest.MonkeyPatch) -> None:
     model = portfolio_model.fit(list(samples_of(examples)))
-    drawn = [problem(rows, head_dim) for rows in (1, 100, 3000) for head_dim in (64, 60, 64)]
+    drawn = [problem_of(rows, head_dim) for rows in (1, 100, 3000) for head_dim in (64, 60, 64)]
     alone = portfolio_predictions.of(model, [SHORT, LONG], drawn, H200)
     monkeypatch.setattr(portfolio_predictions, "CHUNK", 2)
     assert portfolio_predictions.of(model, [SHORT, LONG], drawn, H200) == alone
@@ -233,13 +235,13 @@ def test_a_model_goes_to_other_processes_without_what_only_its_errors_need(examp
     sent = pickle.dumps(model)
     factor_bytes = 8 * (10 * 2 * len(examples)) ** 2
     assert len(sent) < factor_bytes / 2
-    case = problem(700), [SHORT, LONG], H200
+    case = problem_of(700), [SHORT, LONG], H200
     assert pickle.loads(sent).times_us(*case) == model.times_us(*case)
 
 
 def test_the_model_tells_variants_apart_on_sizes_that_it_has_not_seen(examples: list[Example]) -> None:
     model = portfolio_model.fit(list(samples_of(examples)))
-    few, many = (model.times_us(problem(rows), [SHORT, LONG], H200) for rows in (3, 1500))
+    few, many = (model.times_us(problem_of(rows), [SHORT, LONG], H200) for rows in (3, 1500))
     assert few[SHORT] < few[LONG]
     assert many[LONG] < many[SHORT]
 
@@ -312,7 +314,7 @@ def test_a_file_reads_back_as_the_tree_that_it_was_written_from(
     split = Question(fact="rows", below=0.013, then=(SHORT, LONG), otherwise=())
     tree = Question(fact="keys_per_row", below=4096.0, then=split, otherwise=(LONG,))
     path = tmp_path / "forward.portfolio.json"
-    path.write_text(portfolio_text.text_of([example(problem(1), {SHORT: 1.0})], tree), encoding="utf-8")
+    path.write_text(portfolio_text.text_of([example(problem_of(1), {SHORT: 1.0})], tree), encoding="utf-8")
     monkeypatch.setattr(resources, "portfolio_path", lambda op: path)
     portfolio.load.cache_clear()
     try:
@@ -347,32 +349,32 @@ def test_measurements_of_seeds_that_are_examined_are_refused() -> None:
 
 def test_finals_of_shipped_entries_become_measurements_of_drawn_kinds(tmp_path: Path) -> None:
     assert CliRunner().invoke(portfolios.app, ["shipped", "--out", str(tmp_path)]).exit_code == 0
-    found = portfolios.read(tmp_path / "h200_chosen_shipped.jsonl")
-    assert len(found) > 100
-    assert max(each.problem.seq_q for each in found) >= 16_384
-    assert all(each.times_us and not each.met_cover for each in found)
-    assert not any(each.problem.packed or each.problem.mask.sparse or each.problem.cache for each in found)
+    measurements = portfolios.read(tmp_path / "h200_chosen_shipped.jsonl")
+    assert len(measurements) > 100
+    assert max(each.problem.seq_q for each in measurements) >= 16_384
+    assert all(each.times_us and not each.met_cover for each in measurements)
+    assert not any(each.problem.packed or each.problem.mask.sparse or each.problem.cache for each in measurements)
     entries = {
         entry.problem: entry
         for file in store.read_folder(resources.shipped_cache())
         for entry in file.entries.values()
         if file.device == "h200"
     }
-    one = found[0]
-    entry = entries[one.problem]
+    first = measurements[0]
+    entry = entries[first.problem]
     assert entry.measurement is not None
-    assert one.times_us[entry.variant] == round(entry.measurement.median_us, 2)
+    assert first.times_us[entry.variant] == round(entry.measurement.median_us, 2)
 
 
 def test_a_file_of_measurements_reads_back(tmp_path: Path) -> None:
-    one = problem(64)
+    problem = problem_of(64)
     trials = [(SHORT, 12.5), (LONG, 10.0)]
     document = {
-        "problem": json.loads(json.dumps(portfolios.msgspec.to_builtins(one))),
+        "problem": json.loads(json.dumps(portfolios.msgspec.to_builtins(problem))),
         "times_us": [[variant.template, variant.as_dict(), time_us] for variant, time_us in trials],
         "rivals_us": {"sdpa": 11.0},
     }
     path = tmp_path / "h200_forward_1000.jsonl"
     path.write_text(json.dumps(document) + "\n", encoding="utf-8")
     (read,) = portfolios.read(path)
-    assert (read.problem, dict(read.times_us), read.device) == (one, dict(trials), H200)
+    assert (read.problem, dict(read.times_us), read.device) == (problem, dict(trials), H200)

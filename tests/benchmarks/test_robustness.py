@@ -102,12 +102,12 @@ def test_a_seed_and_a_number_name_a_mutant() -> None:
 
 def test_the_count_of_what_is_lost_sees_each_loss() -> None:
     own, shared = predicted(problem(batch=1), time_us=5.0), measured(problem(batch=2), time_us=6.0)
-    told = [robustness.Written(own={own.problem.key: 5.0}, shared={shared.problem.key: {6.0, 7.0}})]
-    found = {entry.problem.key: entry for entry in (own, shared)}
-    assert robustness.lost(found, told) == []
-    assert len(robustness.lost({}, told)) == 2
+    written = [robustness.Written(own={own.problem.key: 5.0}, shared={shared.problem.key: {6.0, 7.0}})]
+    entries = {entry.problem.key: entry for entry in (own, shared)}
+    assert robustness.lost(entries, written) == []
+    assert len(robustness.lost({}, written)) == 2
     for entry in (predicted(own.problem, time_us=4.0), predicted(shared.problem), measured(shared.problem)):
-        assert len(robustness.lost({**found, entry.problem.key: entry}, told)) == 1
+        assert len(robustness.lost({**entries, entry.problem.key: entry}, written)) == 1
 
 
 @pytest.mark.exhaustive

@@ -36,8 +36,10 @@ def test_no_number_of_heads_is_the_best_of_all_problems(walked: int) -> None:
 
 def test_without_a_mask_the_rule_counts_turns_of_programs() -> None:
     """72 tiles of keys leave half of 132 SMs idle; 1.4 times as fast with 504 programs of a head each, on an H100."""
-    [one] = [each for each in shared_keys.problems() if str(each) == "backward bf16 B1 H28/4 2200x2200 D128 full bshd"]
-    assert shared_keys.walked_of_default(one) == 1
+    [problem] = [
+        each for each in shared_keys.problems() if str(each) == "backward bf16 B1 H28/4 2200x2200 D128 full bshd"
+    ]
+    assert shared_keys.walked_of_default(problem) == 1
 
 
 def test_what_is_measured_was_crossed_as_a_file_says() -> None:

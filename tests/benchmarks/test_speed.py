@@ -29,7 +29,7 @@ def test_two_shards_share_the_problems_and_keep_kinds_together() -> None:
     parts = [exhaustive.kinds(number, 2) for number in range(2)]
     problems = [problem for part in parts for group in part for problem in group]
     assert len(problems) == len(set(problems)) == 20
-    assert all(kernel_kind.shares_kernels(group[0], one) for part in parts for group in part for one in group)
+    assert all(kernel_kind.shares_kernels(group[0], problem) for part in parts for group in part for problem in group)
     sizes = [sum(map(len, part)) for part in parts]
     assert abs(sizes[0] - sizes[1]) <= 2
 
@@ -40,9 +40,9 @@ def test_neighbours_are_feasible_and_differ_in_one_parameter() -> None:
     near = exhaustive.neighbours(problem, winner, 5, random.Random(0))
     assert len(near) == len(set(near)) == 5
     params = search_space.load(speed.TEMPLATE).params_of
-    for one in near:
-        assert sum(params(one)[name] != value for name, value in params(winner).items()) == 1
-        assert search_space.load(speed.TEMPLATE).why_infeasible(one, problem, samples.H200) is None
+    for neighbour in near:
+        assert sum(params(neighbour)[name] != value for name, value in params(winner).items()) == 1
+        assert search_space.load(speed.TEMPLATE).why_infeasible(neighbour, problem, samples.H200) is None
 
 
 def test_a_list_has_the_seeds_and_is_the_same_for_the_same_seed() -> None:
@@ -87,7 +87,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ours_tries_the_whole_list_and_gives_the_place_of_the_fastest(planted: None) -> None:
     problem = speed.grouped("d64-full")[2]
     variants = speed.sampled(problem, 8, speed.TEMPLATE, seed=0)
-    times = [planted_tuner.time_us(render.render(problem, one).digest) for one in variants]
+    times = [planted_tuner.time_us(render.render(problem, variant).digest) for variant in variants]
     assert speed.of_ours(problem, variants) == {"winner": times.index(min(times)), "right": 8}
 
 
@@ -116,10 +116,10 @@ def test_problems_of_a_kind_are_measured_with_the_same_variants_and_the_winner_s
     planted: None, tmp_path: Path
 ) -> None:
     group = speed.grouped("d64-window")
-    first, second = (speed.sampled(one, 3, speed.TEMPLATE, seed=0) for one in group)
+    first, second = (speed.sampled(member, 3, speed.TEMPLATE, seed=0) for member in group)
     quick = {
-        one.key: exhaustive.Tuned(winner=tried[0], choice="kernel", trials=3, seconds=1.0, tried=tried)
-        for one, tried in zip(group, (first, second), strict=True)
+        member.key: exhaustive.Tuned(winner=tried[0], choice="kernel", trials=3, seconds=1.0, tried=tried)
+        for member, tried in zip(group, (first, second), strict=True)
     }
     rows = dict(exhaustive.measured([group], quick, 2))
     assert list(rows) == group

@@ -109,5 +109,5 @@ def test_a_user_who_never_tuned_has_the_shipped_cache_and_a_default_no_cache(
     monkeypatch.setenv("AUTOATTN_CACHE", str(own))
     monkeypatch.setattr("autoattn.codegen.resources.shipped_cache", lambda: shipped)
     (choices,) = untuned.choices([PROBLEM], samples.H200, own)
-    levels = {name: told.level for name, told in choices.explanations.items()}
+    levels = {name: chosen.level for name, chosen in choices.explanations.items()}
     assert levels == {"untuned": Level.BUCKET, "default": Level.DEFAULT, "predicted": Level.EXACT}

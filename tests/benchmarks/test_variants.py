@@ -26,19 +26,19 @@ def test_seeds_come_first_and_all_that_is_drawn_is_feasible_and_new(template):
     seeds = shipped.seeds_for(CAUSAL, variants.DEVICE)
     assert drawn[: len(seeds)] == seeds
     assert len(set(drawn)) == 30
-    assert all(shipped.why_infeasible(one, CAUSAL, variants.DEVICE) is None for one in drawn)
+    assert all(shipped.why_infeasible(variant, CAUSAL, variants.DEVICE) is None for variant in drawn)
     assert drawn == variants.drawn(CAUSAL, template, variants.DEVICE, 30, 1)
     assert drawn != variants.drawn(CAUSAL, template, variants.DEVICE, 30, 2)
 
 
 def test_a_run_that_is_cut_short_has_some_of_every_group():
-    first = [next(found) for found in [variants.subjects(2, 1)] for _ in range(6)]
-    assert {one.ptx_arch for one in first} == {None, 80}
-    assert {one.template for one in first} == set(variants.FAMILIES)
+    first = [next(subjects) for subjects in [variants.subjects(2, 1)] for _ in range(6)]
+    assert {subject.ptx_arch for subject in first} == {None, 80}
+    assert {subject.template for subject in first} == set(variants.FAMILIES)
 
 
 def test_what_is_recorded_already_is_left_out():
-    names = [next(found).name for found in [variants.subjects(1, 1)] for _ in range(3)]
+    names = [next(subjects).name for subjects in [variants.subjects(1, 1)] for _ in range(3)]
     left = next(variants.subjects(1, 1, {names[0], names[2]}.__contains__))
     assert left.name == names[1]
 
@@ -52,17 +52,17 @@ def test_a_survey_records_what_became_of_each_variant_with_its_machine_code(monk
     tiles = [kernels.variant(BLOCK_M=m, BLOCK_N=n, num_warps=4) for m, n in ((64, 16), (64, 32), (128, 16))]
     subject = variants.Subject(
         problem=CAUSAL, template=kernels.TEMPLATE, ptx_arch=80, gate=True, card=0,
-        variants={one: render.render(CAUSAL, one) for one in tiles},
+        variants={variant: render.render(CAUSAL, variant) for variant in tiles},
     )  # fmt: skip
     survey = variants.Survey(iter([subject]), ["0"], 300.0)
     survey.run()
     assert survey.begun == [subject]
     assert subject.done
-    found = variants.recorded(subject, "a card that is made up")
-    assert found is not None
-    search_recording.write(found, tmp_path / "found.jsonl")
+    recording = variants.recorded(subject, "a card that is made up")
+    assert recording is not None
+    search_recording.write(recording, tmp_path / "found.jsonl")
     read = search_recording.read(tmp_path / "found.jsonl")
-    trials = {(one["BLOCK_M"], one["BLOCK_N"]): trial for one, trial in read.trials.items()}
+    trials = {(variant["BLOCK_M"], variant["BLOCK_N"]): trial for variant, trial in read.trials.items()}
     assert trials[64, 32].outcome is Outcome.WRONG_RESULT
     assert [trials[m, 16].time_us for m in (64, 128)] == [64.0, 128.0]
     report = trials[64, 16].report
@@ -77,12 +77,12 @@ def test_implied_parameters_are_recorded_so_that_all_lines_are_alike():
     assert isinstance(shared, Variant)
     subject = variants.Subject(
         problem=CAUSAL, template=kernels.TEMPLATE, ptx_arch=None, gate=False, card=0, variants={},
-        reports={one: report() for one in (shared, alone)},
-        looks={one: variants.Looked(median_us=1.0, registers=1, report=None) for one in (shared, alone)},
+        reports={variant: report() for variant in (shared, alone)},
+        looks={variant: variants.Looked(median_us=1.0, registers=1, report=None) for variant in (shared, alone)},
     )  # fmt: skip
-    found = variants.recorded(subject, "nowhere")
-    assert found is not None
-    assert [one["SPLITS"] for one in found.trials] == [2, 1]
+    recording = variants.recorded(subject, "nowhere")
+    assert recording is not None
+    assert [variant["SPLITS"] for variant in recording.trials] == [2, 1]
 
 
 def report():

@@ -30,12 +30,12 @@ def registered() -> None:
     huggingface.register()
 
 
-def asked(**said: Any) -> argparse.Namespace:
+def options(**said: Any) -> argparse.Namespace:
     return argparse.Namespace(**{"row": "", "rounds": 3, "seconds": 100.0, "compiled": False, **said})
 
 
-def found(model: Model, **said: Any) -> list[whole_models.Row]:
-    return list(whole_models.rows([model.shrunk()], CPU, asked(**said)))
+def rows_of(model: Model, **said: Any) -> list[whole_models.Row]:
+    return list(whole_models.rows([model.shrunk()], CPU, options(**said)))
 
 
 @pytest.mark.filterwarnings("ignore:PyTorch's attention computes")
@@ -43,7 +43,7 @@ def found(model: Model, **said: Any) -> list[whole_models.Row]:
     "model", rarely(MODELS, lambda model: model.config == "Gemma2Config"), ids=lambda model: model.name
 )
 def test_a_row_has_times_of_all_attentions_or_the_reason(model: Model) -> None:
-    rows = found(model)
+    rows = rows_of(model)
     assert [row.task for row in rows] == [task for task in model.tasks if task is not Task.COMPILED]
     for row in rows:
         assert set(row.reasons) == ({"sdpa"} if model.config in REFUSED else set()), row.reasons
@@ -59,7 +59,7 @@ def test_an_attention_whose_numbers_are_wrong_gets_no_time(monkeypatch: pytest.M
     monkeypatch.setattr(
         functional, "attention", lambda query, key, value, **words: before(query, key.flip(2), value, **words)
     )
-    for row in found(MODELS[0]):
+    for row in rows_of(MODELS[0]):
         assert row.reasons["autoattn"].startswith("wrong: its error is")
         assert not row.milliseconds("autoattn")
         assert row.milliseconds("sdpa")
@@ -70,7 +70,7 @@ def test_an_attention_that_fails_says_so_and_the_others_go_on(monkeypatch: pytes
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(functional, "attention", attention)
-    (row,) = found(MODELS[0], row="prefill")
+    (row,) = rows_of(MODELS[0], row="prefill")
     assert row.reasons == {"autoattn": "OutOfMemoryError: no room"}
     assert row.milliseconds("eager")
     lines = list(whole_models.table(iter([row])))
@@ -79,7 +79,7 @@ def test_an_attention_that_fails_says_so_and_the_others_go_on(monkeypatch: pytes
 
 
 def test_rows_behind_the_last_second_are_listed() -> None:
-    rows = found(MODELS[0], seconds=-1.0)
+    rows = rows_of(MODELS[0], seconds=-1.0)
     assert [row.reasons for row in rows] == [{"autoattn": "not reached in --seconds -1"}] * 4
 
 

@@ -46,19 +46,19 @@ def tuned(problem: Problem = TUNED, **changes: Any) -> CacheEntry:
 
 
 def explained(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, entry: CacheEntry, asked: Problem, installed: str = FUTURE
+    folder: Path, monkeypatch: pytest.MonkeyPatch, entry: CacheEntry, problem: Problem, installed: str = FUTURE
 ) -> Explanation:
     """What a call gets once another Triton is installed."""
     store.merge(folder, H200, Op.FORWARD, [entry])
     monkeypatch.setattr(triton_release, "installed", lambda: installed)
-    return cache_lookup.explain(asked, H200, folder)
+    return cache_lookup.explain(problem, H200, folder)
 
 
-@pytest.mark.parametrize(("asked", "level"), [(TUNED, Level.EXACT), (NEAR, Level.NEAREST)])
+@pytest.mark.parametrize(("problem", "level"), [(TUNED, Level.EXACT), (NEAR, Level.NEAREST)])
 def test_a_call_takes_the_fastest_rival_where_its_tuned_kernel_cannot_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: Problem, level: Level
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: Problem, level: Level
 ) -> None:
-    answer = explained(tmp_path, monkeypatch, tuned(), asked)
+    answer = explained(tmp_path, monkeypatch, tuned(), problem)
     assert (answer.route, answer.level) == ("sdpa-cudnn", level)
     assert "its kernel cannot run here; sdpa-cudnn was the fastest beside it" in answer.reason
     assert f"this is {FUTURE}" in answer.unavailable
@@ -79,8 +79,8 @@ def test_a_kernel_that_a_verification_found_wrong_gives_way_to_the_fastest_rival
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark = Mark(finding=Finding.WRONG, detail="seen")
-    for asked in (TUNED, NEAR):
-        answer = explained(tmp_path, monkeypatch, tuned(mark=mark), asked, triton_release.installed())
+    for problem in (TUNED, NEAR):
+        answer = explained(tmp_path, monkeypatch, tuned(mark=mark), problem, triton_release.installed())
         assert answer.route == "sdpa-cudnn"
         assert answer.unavailable == ""
 
@@ -108,7 +108,7 @@ def test_a_process_is_warned_once_by_warnings_and_by_logging(
         warnings.simplefilter("always")
         availability.warn_once("the reason; the way out")
         availability.warn_once("another reason")
-    assert [str(one.message) for one in said] == [caplog.records[0].message]
+    assert [str(warning.message) for warning in said] == [caplog.records[0].message]
     assert "the reason; the way out" in str(said[0].message)
     assert len(caplog.records) == 1
 

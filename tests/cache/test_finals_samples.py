@@ -20,10 +20,10 @@ def test_what_was_written_is_read_back_in_the_order_of_each_round(tmp_path: Path
     assert finals_samples.read(path) is None
     known = taken(WINNER)
     finals_samples.write(path, known)
-    found = finals_samples.read(path)
-    assert found == known
-    assert found is not None
-    assert list(found.rounds[0].times_us) == ["finalist 1", "sdpa", "finalist 0"], "the order is kept"
+    read_back = finals_samples.read(path)
+    assert read_back == known
+    assert read_back is not None
+    assert list(read_back.rounds[0].times_us) == ["finalist 1", "sdpa", "finalist 0"], "the order is kept"
     assert path == tmp_path / "h200" / "studies" / f"{samples.problem().key}.finals.json"
 
 

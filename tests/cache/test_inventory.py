@@ -61,35 +61,38 @@ def test_a_cache_does_not_differ_from_itself() -> None:
 
 
 def test_any_fact_of_an_entry_that_differs_is_seen() -> None:
-    one = measured()
-    search = dataclasses.replace(one.search, seed=7)
+    entry = measured()
+    search = dataclasses.replace(entry.search, seed=7)
     changes = {
         "evidence measured -> predicted": predicted(),
-        "runs on sdpa-cudnn -> triton/forward": dataclasses.replace(one, choice="kernel"),
-        "kernel 0123456789abcdef -> ffff": dataclasses.replace(one, source_digest="ffff"),
-        "num_warps": dataclasses.replace(one, params={**one.params, "num_warps": 2}),
+        "runs on sdpa-cudnn -> triton/forward": dataclasses.replace(entry, choice="kernel"),
+        "kernel 0123456789abcdef -> ffff": dataclasses.replace(entry, source_digest="ffff"),
+        "num_warps": dataclasses.replace(entry, params={**entry.params, "num_warps": 2}),
         "time 400 -> 200 us": measured(time_us=200.0),
         f"torch 2.13.0, triton {triton_release.installed()} -> torch 9": dataclasses.replace(
-            one, versions={"torch": "9"}
+            entry, versions={"torch": "9"}
         ),
-        "other facts: search": dataclasses.replace(one, search=search),
+        "other facts: search": dataclasses.replace(entry, search=search),
     }
     for words, other in changes.items():
-        (found,) = inventory.differences([file_of(one)], [file_of(other)])
-        assert any(words in part for part in found.words), words
+        (difference,) = inventory.differences([file_of(entry)], [file_of(other)])
+        assert any(words in part for part in difference.words), words
 
 
 def test_a_ratio_compares_like_with_like_alone() -> None:
-    (found,) = inventory.differences([file_of(measured())], [file_of(measured(time_us=300.0))])
-    assert found.ratio == 0.75
-    (found,) = inventory.differences([file_of(measured())], [file_of(predicted())])
-    assert found.ratio is None
+    (difference,) = inventory.differences([file_of(measured())], [file_of(measured(time_us=300.0))])
+    assert difference.ratio == 0.75
+    (difference,) = inventory.differences([file_of(measured())], [file_of(predicted())])
+    assert difference.ratio is None
 
 
 def test_what_one_cache_alone_holds_differs() -> None:
     both, first, second = (predicted(problem(batch=batch)) for batch in (1, 2, 3))
-    found = inventory.differences([file_of(both, first)], [file_of(both, second), file_of(both, device=A30)])
-    assert [(one.device, one.problem.batch if one.problem else 0, one.words) for one in found] == [
+    differences = inventory.differences([file_of(both, first)], [file_of(both, second), file_of(both, device=A30)])
+    assert [
+        (difference.device, difference.problem.batch if difference.problem else 0, difference.words)
+        for difference in differences
+    ] == [
         ("a30", 1, ("only in the second",)),
         ("h200", 2, ("only in the first",)),
         ("h200", 3, ("only in the second",)),
@@ -97,10 +100,10 @@ def test_what_one_cache_alone_holds_differs() -> None:
 
 
 def test_another_card_of_the_same_name_differs() -> None:
-    (found,) = inventory.differences([file_of(measured())], [file_of(measured(), device=SISTER)])
-    assert found.problem is None
-    assert H200.fingerprint in found.words[0]
-    assert SISTER.fingerprint in found.words[0]
+    (difference,) = inventory.differences([file_of(measured())], [file_of(measured(), device=SISTER)])
+    assert difference.problem is None
+    assert H200.fingerprint in difference.words[0]
+    assert SISTER.fingerprint in difference.words[0]
 
 
 # Merging
@@ -116,10 +119,10 @@ def test_combining_takes_keeps_and_counts(folder: Path) -> None:
     assert list(merged.replaced.items()) == [(better.problem, "a measurement takes a prediction's place")]
     assert list(merged.refused) == [worse.problem]
     assert merged.refused[worse.problem].startswith("a prediction never takes a measurement's place")
-    found = store.read(merged.path).entries
-    assert len(found) == 4
-    assert found[worse.problem.key].evidence.value == "measured"
-    assert found[better.problem.key].evidence.value == "measured"
+    entries = store.read(merged.path).entries
+    assert len(entries) == 4
+    assert entries[worse.problem.key].evidence.value == "measured"
+    assert entries[better.problem.key].evidence.value == "measured"
     assert left_behind(folder) == []
 
 
@@ -178,14 +181,14 @@ def test_pruning_removes_stale_entries_and_idle_journals_without_entry(folder: P
     samples = journal(folder, f"{problem(batch=77).key}.finals.json", hours=2)
     kept_samples = journal(folder, f"{held.problem.key}.finals.json", hours=2)
     foreign = [journal(folder, name, hours=9) for name in ("notes.journal", "forward_notes.txt")]
-    found = inventory.unneeded(folder)
-    assert found.stale == {path: (stale,)}
-    assert found.journals == tuple(sorted((of_stale, orphan, samples)))
-    assert found.resting == (busy,)
-    assert all(one.exists() for one in (kept, of_stale, orphan, busy, *foreign))  # looking removes nothing
-    assert inventory.prune(found) == found
+    unneeded = inventory.unneeded(folder)
+    assert unneeded.stale == {path: (stale,)}
+    assert unneeded.journals == tuple(sorted((of_stale, orphan, samples)))
+    assert unneeded.resting == (busy,)
+    assert all(file.exists() for file in (kept, of_stale, orphan, busy, *foreign))  # looking removes nothing
+    assert inventory.prune(unneeded) == unneeded
     assert list(store.read(path).entries) == [held.problem.key]
-    assert [one.exists() for one in (kept, of_stale, orphan, busy, *foreign)] == [True, False, False, *[True] * 3]
+    assert [file.exists() for file in (kept, of_stale, orphan, busy, *foreign)] == [True, False, False, *[True] * 3]
     assert [kept_samples.exists(), samples.exists()] == [True, False]
     assert not samples.with_name(f"{samples.name}.lock").exists()
     assert inventory.unneeded(folder).entries == 0
@@ -196,11 +199,11 @@ def test_pruning_leaves_what_became_another_meanwhile(folder: Path) -> None:
     path = store.path_in(folder, written(folder, stale))
     old = journal(folder, f"{problem(batch=77).key}.journal", hours=2)
     held = journal(folder, f"{problem(batch=78).key}.journal", hours=2)
-    found = inventory.unneeded(folder)
+    unneeded = inventory.unneeded(folder)
     written(folder, again)
     os.utime(old)
     with filelock.FileLock(f"{held}.lock"):
-        gone = inventory.prune(found)
+        gone = inventory.prune(unneeded)
     assert (gone.entries, gone.journals) == (0, ())
     (entry,) = store.read(path).entries.values()
     assert entry.source_digest == again.source_digest
@@ -239,7 +242,7 @@ def test_overlays_hold_the_entries_that_calls_take(folder: Path, monkeypatch: py
     (overlay,) = inventory.overlays(None, lambda _: None, "h200")
     assert {place.folder.name for place in overlay.counting.values()} == {"shipped"}
     assert len(overlay.shadowed) == 2
-    assert [one.device for one in inventory.overlays(None, lambda _: None)] == ["a30", "h200"]
+    assert [per_card.device for per_card in inventory.overlays(None, lambda _: None)] == ["a30", "h200"]
     assert len(inventory.overlays(folder / "own", lambda _: None)[0].shadowed) == 0
 
 

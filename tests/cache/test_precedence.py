@@ -103,7 +103,7 @@ def test_devices_and_operations_stay_apart() -> None:
     backward = replace(file_of([]), op=Op.BACKWARD)
     files = [(OWN, file_of([predicted()])), (SHIPPED, backward), (SHIPPED, file_of([predicted()], A30))]
     overlays = precedence.overlay(files, why_not=why_not, card=lambda _: None)
-    assert [(one.device, one.op, len(one.ranked)) for one in overlays] == [
+    assert [(overlay.device, overlay.op, len(overlay.ranked)) for overlay in overlays] == [
         ("a30", Op.FORWARD, 1), ("h200", Op.BACKWARD, 0), ("h200", Op.FORWARD, 1),
     ]  # fmt: skip
 
@@ -126,10 +126,10 @@ def test_a_card_that_is_not_there_takes_nothing_from_the_only_one_that_is() -> N
 
 
 def test_why_an_entry_is_unused_is_asked_of_problems_with_several_alone() -> None:
-    asked: list[CacheEntry] = []
+    entries: list[CacheEntry] = []
     files = [(OWN, file_of([measured()])), (SHIPPED, file_of([measured(problem(batch=2))]))]
-    precedence.overlay(files, why_not=lambda entry: asked.append(entry), card=lambda _: None)  # type: ignore[func-returns-value]
-    assert asked == []
+    precedence.overlay(files, why_not=lambda entry: entries.append(entry), card=lambda _: None)  # type: ignore[func-returns-value]
+    assert entries == []
 
 
 # Merges
@@ -140,7 +140,7 @@ def decided(known: CacheEntry, entry: CacheEntry, **options: Any) -> tuple[bool,
     return decision.taken, decision.reason
 
 
-def made(entry: CacheEntry, **versions: str) -> CacheEntry:
+def with_versions(entry: CacheEntry, **versions: str) -> CacheEntry:
     return replace(entry, versions={**entry.versions, **versions})
 
 
@@ -206,7 +206,10 @@ def test_of_two_predictions_by_one_model_the_faster_is_kept() -> None:
     ],
 )
 def test_predictions_by_two_models(was: str, now: str, time_us: float, taken: bool, words: str) -> None:
-    known, entry = made(predicted(time_us=500.0), autoattn=was), made(predicted(time_us=time_us), autoattn=now)
+    known, entry = (
+        with_versions(predicted(time_us=500.0), autoattn=was),
+        with_versions(predicted(time_us=time_us), autoattn=now),
+    )
     decision = decided(known, entry)
     assert decision[0] is taken
     assert words in decision[1]
@@ -225,16 +228,16 @@ def test_predictions_by_two_models(was: str, now: str, time_us: float, taken: bo
 def test_of_two_measurements_more_than_a_day_s_difference_decides_then_software(
     time_us: float, driver: str, taken: bool, words: str
 ) -> None:
-    known = made(measured(choice="kernel"), driver="570.0")
-    decision = decided(known, made(other(time_us, choice="kernel"), driver=driver))
+    known = with_versions(measured(choice="kernel"), driver="570.0")
+    decision = decided(known, with_versions(other(time_us, choice="kernel"), driver=driver))
     assert decision[0] is taken
     assert words in decision[1]
 
 
 def test_one_kernel_measured_twice_is_not_judged_by_its_time() -> None:
-    known = made(measured(), torch="2.9.0+cu130")
-    assert decided(known, made(measured(time_us=900.0), torch="2.13.0+cu130"))[0]
-    taken, reason = decided(made(measured(time_us=900.0), torch="2.13.0"), known)
+    known = with_versions(measured(), torch="2.9.0+cu130")
+    assert decided(known, with_versions(measured(time_us=900.0), torch="2.13.0+cu130"))[0]
+    taken, reason = decided(with_versions(measured(time_us=900.0), torch="2.13.0"), known)
     assert (taken, reason) == (False, "it runs the same, and was measured with older software: 364 us, 819 us there")
 
 

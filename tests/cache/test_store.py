@@ -56,10 +56,10 @@ def test_merging_again_what_was_read_changes_no_byte(folder: Path) -> None:
 
 def test_the_order_of_merging_leaves_no_trace(tmp_path: Path) -> None:
     entries = [predicted(problem(batch=batch)) for batch in (3, 1, 20)]
-    one = store.merge(tmp_path / "one", H200, FORWARD, entries)
+    first = store.merge(tmp_path / "one", H200, FORWARD, entries)
     for entry in reversed(entries):
-        two = store.merge(tmp_path / "two", H200, FORWARD, [entry])
-    assert one.read_bytes() == two.read_bytes()
+        second = store.merge(tmp_path / "two", H200, FORWARD, [entry])
+    assert first.read_bytes() == second.read_bytes()
 
 
 def test_a_file_is_sorted_and_readable(folder: Path) -> None:
@@ -129,7 +129,7 @@ def test_what_an_entry_does_not_have_of_its_finals_leaves_no_trace(folder: Path)
     for name in ("finals", "worst", "lead", "energy", "objective"):
         assert f'"{name}"' not in text
     assert text.count('"rms_error"') == 1, "of the verdict"
-    assert [one.finals for one in store.read(path).entries.values()] == [None, None]
+    assert [entry.finals for entry in store.read(path).entries.values()] == [None, None]
 
 
 def test_what_an_entry_has_of_its_finals_is_read_back(folder: Path) -> None:
@@ -138,8 +138,10 @@ def test_what_an_entry_has_of_its_finals_is_read_back(folder: Path) -> None:
     (entry,) = store.read(path).entries.values()
     assert entry.search.objective == "energy"
     assert entry.finals == certified().finals
-    assert [one.source_digest for one in entry.finals.tied] == ["aa" * 8]
-    assert [(one.lead, one.energy) for one in entry.rivals] == [(one.lead, one.energy) for one in certified().rivals]
+    assert [tie.source_digest for tie in entry.finals.tied] == ["aa" * 8]
+    assert [(rival.lead, rival.energy) for rival in entry.rivals] == [
+        (rival.lead, rival.energy) for rival in certified().rivals
+    ]
 
 
 def test_the_worst_case_of_an_entry_is_read_back(folder: Path) -> None:
@@ -176,8 +178,8 @@ def test_merging_keeps_the_others(folder: Path) -> None:
 def test_a_measured_entry_replaces_any_and_a_predicted_one_only_its_like(folder: Path) -> None:
     def merged(entry: CacheEntry) -> tuple[Evidence, float]:
         store.merge(folder, H200, FORWARD, [entry])
-        (found,) = store.lookup(folder, H200, FORWARD).values()
-        return found.evidence, found.time_us
+        (stored,) = store.lookup(folder, H200, FORWARD).values()
+        return stored.evidence, stored.time_us
 
     assert merged(predicted(time_us=500.0)) == (Evidence.PREDICTED, 500.0)
     assert merged(predicted(time_us=600.0)) == (Evidence.PREDICTED, 600.0)

@@ -430,8 +430,10 @@ def test_an_entry_whose_template_cannot_read_its_tensors_is_stale() -> None:
 
 
 def test_an_entry_with_an_expression_that_is_none_is_stale() -> None:
-    one = problem(modifiers=Modifiers(score_mod="81f578f256f7ac21"))
-    assert "an expression must be arithmetic" in str(store.why_stale(dataclasses.replace(measured(), problem=one)))
+    stale_problem = problem(modifiers=Modifiers(score_mod="81f578f256f7ac21"))
+    assert "an expression must be arithmetic" in str(
+        store.why_stale(dataclasses.replace(measured(), problem=stale_problem))
+    )
 
 
 @pytest.mark.parametrize("unreadable", ["cache", "cache/h200"])

@@ -44,15 +44,15 @@ CAUSAL = samples.problem(batch=16, heads_kv=32, seq_q=1024, seq_kv=1024)
 FULL = samples.problem(batch=16, heads_kv=32, seq_q=1024, seq_kv=1024, mask=Mask())
 
 
-def named(template: str, one: Problem = CAUSAL, device: Device = H200) -> dict[str, Change]:
-    return {change.name: change for change in ablation.changes(search_space.load(template), one, device)}
+def named(template: str, problem: Problem = CAUSAL, device: Device = H200) -> dict[str, Change]:
+    return {change.name: change for change in ablation.changes(search_space.load(template), problem, device)}
 
 
 def difference(change: Change, base: Change) -> dict[str, Any]:
     assert change.variant is not None
     assert base.variant is not None
-    one = search_space.load(base.variant.template)
-    now, then = one.params_of(change.variant), one.params_of(base.variant)
+    space = search_space.load(base.variant.template)
+    now, then = space.params_of(change.variant), space.params_of(base.variant)
     return {name: value for name, value in now.items() if then[name] != value}
 
 
@@ -62,38 +62,38 @@ def difference(change: Change, base: Change) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("template", "device"),
     [("triton/forward", H200), ("triton/forward", A30), ("gluon/forward", H200)],
-    ids=lambda one: getattr(one, "name", one),
+    ids=lambda argument: getattr(argument, "name", argument),
 )
-@pytest.mark.parametrize("one", [CAUSAL, FULL], ids=str)
+@pytest.mark.parametrize("problem", [CAUSAL, FULL], ids=str)
 def test_every_change_is_feasible_and_differs_just_in_what_its_name_says(
-    template: str, device: Device, one: Problem
+    template: str, device: Device, problem: Problem
 ) -> None:
     if (reason := search_space.load(template).why_unavailable()) is not None:
         pytest.skip(reason)
-    found = named(template, one, device)
-    assert found[BASELINE].variant == search_space.load(template).default(one, device)
-    for name, change in found.items():
+    changes = named(template, problem, device)
+    assert changes[BASELINE].variant == search_space.load(template).default(problem, device)
+    for name, change in changes.items():
         if change.variant is None or name in (BASELINE, BOUND):
             continue
-        assert search_space.load(template).why_infeasible(change.variant, one, device) is None
-        told = dict(part.split(" ") for part in re.findall(r"[A-Za-z_]+ [a-z_0-9]+", name))
-        assert told == {key: str(value) for key, value in difference(change, found[BASELINE]).items()}, name
+        assert search_space.load(template).why_infeasible(change.variant, problem, device) is None
+        params = dict(part.split(" ") for part in re.findall(r"[A-Za-z_]+ [a-z_0-9]+", name))
+        assert params == {key: str(value) for key, value in difference(change, changes[BASELINE]).items()}, name
 
 
 def test_the_steps_of_flash2_a100_are_all_there() -> None:
-    found = named("triton/forward")
+    changes = named("triton/forward")
     for step in ("barrier after_qk", "barrier before_pv", "barrier loop_end", "softmax lazy", "mask_loop every",
                  "mask_loop branch", "PERSISTENT 1", BOUND):  # fmt: skip
-        assert any(name.startswith(step) for name in found), step
+        assert any(name.startswith(step) for name in changes), step
 
 
 def test_what_a_change_took_along_stands_as_a_row_of_its_own() -> None:
-    found = named("triton/forward")
-    assert difference(found["barrier after_qk (num_stages 1)"], found[BASELINE]) == {
+    changes = named("triton/forward")
+    assert difference(changes["barrier after_qk (num_stages 1)"], changes[BASELINE]) == {
         "barrier": "after_qk",
         "num_stages": 1,
     }
-    assert difference(found["num_stages 1"], found[BASELINE]) == {"num_stages": 1}
+    assert difference(changes["num_stages 1"], changes[BASELINE]) == {"num_stages": 1}
 
 
 def test_no_kernel_is_timed_twice() -> None:
@@ -103,9 +103,9 @@ def test_no_kernel_is_timed_twice() -> None:
 
 def test_a_change_that_cannot_be_says_why() -> None:
     short = samples.problem(batch=1, heads_q=1, heads_kv=1, seq_q=64, seq_kv=64)
-    found = named("triton/forward", short, A30)["PERSISTENT 1"]
-    assert found.variant is None
-    assert "persistent programs need more tiles" in found.why_not
+    change = named("triton/forward", short, A30)["PERSISTENT 1"]
+    assert change.variant is None
+    assert "persistent programs need more tiles" in change.why_not
 
 
 # --- what is no attention ---------------------------------------------------------------------------------------------
@@ -117,9 +117,9 @@ def without_softmax(template: str = "triton/forward", **changes: Any) -> Variant
 
 
 def test_no_search_space_offers_a_kernel_without_softmax() -> None:
-    for one in search_space.of(Op.FORWARD):
-        assert NO_SOFTMAX not in one.choices.get("softmax", (one.fixed.get("softmax"),))
-        assert not one.holds(without_softmax().as_dict())
+    for space in search_space.of(Op.FORWARD):
+        assert NO_SOFTMAX not in space.choices.get("softmax", (space.fixed.get("softmax"),))
+        assert not space.holds(without_softmax().as_dict())
 
 
 def test_no_cache_holds_a_kernel_without_softmax(tmp_path: Path) -> None:
@@ -137,21 +137,21 @@ def test_the_source_says_that_it_is_no_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "traits"),
+    ("problem", "traits"),
     [
         (samples.problem(modifiers=Modifiers(softcap=True)), None),
         (samples.problem(modifiers=Modifiers(sinks=True)), None),
         (CAUSAL, Traits(lse=True)),
     ],
 )
-def test_only_plain_problems_have_a_kernel_without_softmax(one: Problem, traits: Traits | None) -> None:
+def test_only_plain_problems_have_a_kernel_without_softmax(problem: Problem, traits: Traits | None) -> None:
     with pytest.raises(CompileError, match="only triton/forward has a kernel without softmax"):
-        render.render(one, without_softmax(), traits)
+        render.render(problem, without_softmax(), traits)
 
 
-def verdict(child: Pool, one: Problem, **params: Any) -> Verdict:
-    source = render.render(one, kernels.variant(**params))
-    result = child.result(Products(problem=one, source=source), interpreted.SECONDS)
+def verdict(child: Pool, problem: Problem, **params: Any) -> Verdict:
+    source = render.render(problem, kernels.variant(**params))
+    result = child.result(Products(problem=problem, source=source), interpreted.SECONDS)
     assert not isinstance(result, Failure), result
     return result
 
@@ -195,8 +195,8 @@ def cell(name: str, time_us: float = math.nan, *, step: str = "", clocks: tuple[
     return Cell(change=change, outcome=Outcome.OK, times_us=(time_us,) * 3, clocks_mhz=clocks)
 
 
-def row(one: Problem, *cells: Cell) -> Row:
-    return Row(problem=one, template="triton/forward", cells=cells)
+def row(problem: Problem, *cells: Cell) -> Row:
+    return Row(problem=problem, template="triton/forward", cells=cells)
 
 
 def run_of(*rows: Row, measured: bool = True) -> Run:
@@ -220,15 +220,15 @@ def lines(text: str) -> dict[str, list[str]]:
     rows = [
         [part.strip().replace("\\", "") for part in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line
     ]
-    return {" ".join(found[:5]): found for found in rows}
+    return {" ".join(cells[:5]): cells for cells in rows}
 
 
 def test_rates_are_those_that_flash2_a100_published(two: Run) -> None:
-    found = lines(tables.markdown_text(two))
-    assert found["16 1024 1024 32 177.68"][5:] == [
+    rows = lines(tables.markdown_text(two))
+    assert rows["16 1024 1024 32 177.68"][5:] == [
         "1.547", "178.26", "1.542", "217.47", "1.264", "1700 (1650)", "barrier loop_end",
     ]  # fmt: skip
-    assert found["True 16 1024 1024 32"][5:] == ["143.76", "0.956", "143.90", "1700 (1650)"]
+    assert rows["True 16 1024 1024 32"][5:] == ["143.76", "0.956", "143.90", "1700 (1650)"]
 
 
 def test_causal_rates_of_flash2_a100_understate_queries_at_the_end_of_longer_keys() -> None:
@@ -237,23 +237,25 @@ def test_causal_rates_of_flash2_a100_understate_queries_at_the_end_of_longer_key
 
 
 def test_effects_are_ratios_to_the_baseline_of_the_same_problem(two: Run) -> None:
-    found = {one.name: one for one in tables.effects(two.rows)}
-    assert found["softmax lazy"].problems == 1
-    assert found["softmax lazy"].mean == pytest.approx(956 / 900)
-    assert BASELINE not in found
+    effects = {effect.name: effect for effect in tables.effects(two.rows)}
+    assert effects["softmax lazy"].problems == 1
+    assert effects["softmax lazy"].mean == pytest.approx(956 / 900)
+    assert BASELINE not in effects
 
 
 def test_a_wrong_kernel_has_its_reason_and_no_rate(two: Run) -> None:
     text = tables.markdown_text(two)
     assert "wrong result: two runs on the same inputs differ" in text
-    wrong = next(one for one in csv.DictReader(io.StringIO(tables.csv_text(two))) if one["outcome"] == "wrong result")
+    wrong = next(
+        record for record in csv.DictReader(io.StringIO(tables.csv_text(two))) if record["outcome"] == "wrong result"
+    )
     assert (wrong["time_us"], wrong["detail"]) == ("", "two runs on the same inputs differ")
 
 
 def test_the_csv_tells_the_bound_from_attention(two: Run) -> None:
-    found = list(csv.DictReader(io.StringIO(tables.csv_text(two))))
-    assert [one["change"] for one in found if one["attention"] == "0"] == [BOUND]
-    assert {one["clock_mhz_median"] for one in found if one["time_us"]} == {"1700"}
+    records = list(csv.DictReader(io.StringIO(tables.csv_text(two))))
+    assert [record["change"] for record in records if record["attention"] == "0"] == [BOUND]
+    assert {record["clock_mhz_median"] for record in records if record["time_us"]} == {"1700"}
 
 
 def test_predicted_tables_say_so_and_assume_a_clock(two: Run) -> None:
@@ -280,8 +282,8 @@ REPORT = StaticReport(
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Shapes, and machine code that nobody compiled."""
 
-    def inspected(_: Pool, sources: Mapping[str, Any], device: Device, found: dict[str, Any]) -> None:
-        found |= dict.fromkeys(sources, REPORT)
+    def inspected(_: Pool, sources: Mapping[str, Any], device: Device, reports: dict[str, Any]) -> None:
+        reports |= dict.fromkeys(sources, REPORT)
 
     monkeypatch.setattr(ablation_bench, "inspect_kernels", inspected)
     (tmp_path / "shapes.yaml").write_text(SHAPES)
@@ -322,13 +324,13 @@ def test_on_the_card_what_is_wrong_hangs_or_is_right_stands_apart(
 
     monkeypatch.setattr(Pool, "result", result)
     assert autoattn("ablate", file, "--out", tmp_path / "out", "--rounds", 3)[0] == 0
-    found = {one["change"]: one for one in csv.DictReader((tmp_path / "out" / "ablations.csv").open())}
-    assert (found[BASELINE]["time_us"], found[BASELINE]["samples"], found[BASELINE]["evidence"]) == (
+    records = {record["change"]: record for record in csv.DictReader((tmp_path / "out" / "ablations.csv").open())}
+    assert (records[BASELINE]["time_us"], records[BASELINE]["samples"], records[BASELINE]["evidence"]) == (
         "100", "3", "measured",
     )  # fmt: skip
-    assert found["softmax lazy"]["outcome"] == "timeout"
-    assert found["softmax first_max"]["detail"] == "it differs"
-    assert found[BOUND]["clock_mhz_min"] == "1400"
+    assert records["softmax lazy"]["outcome"] == "timeout"
+    assert records["softmax first_max"]["detail"] == "it differs"
+    assert records[BOUND]["clock_mhz_min"] == "1400"
 
 
 @pytest.mark.usefixtures("file")

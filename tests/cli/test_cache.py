@@ -57,7 +57,7 @@ def test_diff_exits_with_1_when_caches_differ_and_0_when_not(autoattn: Run, user
     assert autoattn("cache", "diff", other, other)[:2] == (0, "They hold the same.\n")
     code, out, _ = autoattn("cache", "diff", user_cache, other, "--json")
     assert code == 1
-    assert sorted(one["ratio"] or 0 for one in json.loads(out)) == [0, 0, 0.75]
+    assert sorted(difference["ratio"] or 0 for difference in json.loads(out)) == [0, 0, 0.75]
 
 
 def test_merge_says_what_it_took_and_what_not(autoattn: Run, user_cache: Path, other: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_tuned_card_does_not_hide_the_shipped_entries_of_another(autoattn: Run
 
 def test_list_says_how_many_entries_are_shadowed(autoattn: Run, both: Path) -> None:
     held = json.loads(autoattn("cache", "list", "--json")[1])
-    assert [(one["device"], one["shadowed"]) for one in held] == [("a30", 0), ("h200", 0), ("h200", 1)]
+    assert [(overlay["device"], overlay["shadowed"]) for overlay in held] == [("a30", 0), ("h200", 0), ("h200", 1)]
     assert "Shadowed" in autoattn("cache", "list")[1]
 
 
@@ -202,8 +202,8 @@ def test_a_mistake_is_one_sentence(
         for name, place in places.items():
             argument = argument.replace(name, place)
         given.append(argument)
-    got, out, error = autoattn("cache", *given)
-    assert (got, out) == (code, "")
+    exit_code, out, error = autoattn("cache", *given)
+    assert (exit_code, out) == (code, "")
     assert_one_sentence(error)
     assert words in error
     assert [path.name for path in folder.iterdir()] == ["text"]
@@ -215,10 +215,10 @@ def test_compile_keeps_machine_code_that_export_packs_and_merge_takes(
 ) -> None:
     problem = kernels.problem(head_dim=16)
     store.merge(user_cache, samples.H200, Op.FORWARD, [samples.tuned(problem, kernels.variant())])
-    told = autoattn("cache", "compile", "--device", "h200", "--cache", user_cache, "--jobs", "2")
-    assert told[0] == 0, told
+    outcome = autoattn("cache", "compile", "--device", "h200", "--cache", user_cache, "--jobs", "2")
+    assert outcome[0] == 0, outcome
     paths = precompiled.paths_in(user_cache, 90)
-    assert f"{len(paths)} compiled in " in told[1]
+    assert f"{len(paths)} compiled in " in outcome[1]
     assert paths
     code, out, _ = autoattn("cache", "compile", "--device", "h200", "--cache", user_cache)
     assert (code, "0 compiled in " in out) == (0, True)

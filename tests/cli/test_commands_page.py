@@ -39,4 +39,4 @@ def test_every_command_of_the_page_runs(
         code, _, error = autoattn(*command)
         assert (code, error) == (0, ""), command
     assert len(shapes_file.load(Path("llama.yaml"))) == 6
-    assert {one.seq_q for one in fake.called["problems"]} == {2048, 8192}  # type: ignore[attr-defined]
+    assert {problem.seq_q for problem in fake.called["problems"]} == {2048, 8192}  # type: ignore[attr-defined]

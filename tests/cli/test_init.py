@@ -78,7 +78,10 @@ def test_init_writes_the_problems_that_tune_makes_of_a_model(
     assert autoattn("init", "model.yaml", *choices)[0] == 0
     autoattn("tune", "--device", "h200", "--shapes", "model.yaml")
     assert tuned.called["problems"] == by_model
-    assert {(one.batch, one.dtype.value, one.seq_kv) for one in by_model} == {(2, "float16", 256), (2, "float16", 512)}
+    assert {(problem.batch, problem.dtype.value, problem.seq_kv) for problem in by_model} == {
+        (2, "float16", 256),
+        (2, "float16", 512),
+    }
 
 
 def test_gradients_of_a_model_are_left_out_where_the_card_is_absent_and_that_is_said(
@@ -86,14 +89,14 @@ def test_gradients_of_a_model_are_left_out_where_the_card_is_absent_and_that_is_
 ) -> None:
     _, out, _ = autoattn("tune", "--device", "h200", "--model", config(tmp_path, LLAMA))
     assert "Note: 3 problems of gradients are left out, which need the card.\n" in out
-    assert {one.op for one in tuned.called["problems"]} == {Op.FORWARD}
+    assert {problem.op for problem in tuned.called["problems"]} == {Op.FORWARD}
     assert "left out" not in autoattn("tune", "--device", "h200", "--model", tmp_path, "--group", "decode")[1]
 
 
 def test_groups_of_a_model_may_be_picked(autoattn: Run, tuned: Any, tmp_path: Path) -> None:
     path = config(tmp_path, LLAMA)
     autoattn("tune", "--device", "h200", "--model", tmp_path, "--group", "decode")
-    assert [one.seq_q for one in tuned.called["problems"]] == [1, 1, 1]
+    assert [problem.seq_q for problem in tuned.called["problems"]] == [1, 1, 1]
     code, _, error = autoattn("tune", "--device", "h200", "--model", path, "--group", "serving")
     assert code == 2
     assert f"--group must be a group of --model {path}, got 'serving'; it has prefill, training, decode" in error
@@ -146,10 +149,10 @@ def test_a_head_dim_that_no_kernel_takes_is_refused_before_a_file_is_written(aut
 def test_a_name_is_looked_up_by_transformers_without_a_download(
     autoattn: Run, tuned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Any] = []
+    lookups: list[Any] = []
 
     def from_pretrained(name: str, **words: Any) -> Any:
-        asked.append((name, words))
+        lookups.append((name, words))
         if name != "a/model":
             raise OSError("We couldn't connect to\n'https://huggingface.co'")
         return SimpleNamespace(to_dict=lambda: LLAMA)
@@ -158,7 +161,7 @@ def test_a_name_is_looked_up_by_transformers_without_a_download(
     monkeypatch.setitem(sys.modules, "transformers", installed)  # type: ignore[arg-type]
     assert autoattn("tune", "--device", "h200", "--model", "a/model")[0] == 0
     assert tuned.called["problems"][0].heads_q == 32
-    assert asked == [("a/model", {"local_files_only": True, "trust_remote_code": False})]
+    assert lookups == [("a/model", {"local_files_only": True, "trust_remote_code": False})]
     code, _, error = autoattn("tune", "--device", "h200", "--model", "other")
     assert code == 2
     assert_one_sentence(error)

@@ -11,7 +11,7 @@ import typer
 from autoattn.cli import rows
 
 
-def taken(found: Iterator[int], *, failed: bool = False) -> tuple[list[int], int]:
+def taken(numbers: Iterator[int], *, failed: bool = False) -> tuple[list[int], int]:
     """The rows that were noted at each time of writing, and the exit code."""
     noted: list[int] = []
     written: list[int] = []
@@ -22,7 +22,7 @@ def taken(found: Iterator[int], *, failed: bool = False) -> tuple[list[int], int
 
     try:
         rows.take(
-            found,
+            numbers,
             head=["head"],
             keep=noted.append,
             lines=lambda row: [f"row {row} of {len(noted)}"],

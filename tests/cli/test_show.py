@@ -193,7 +193,7 @@ def explained(problem: Problem, device: Device | None, folder: Path | None = Non
 
 def test_explain_prints_route_level_reason_and_steps(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_lookup, "explain", explained)
-    monkeypatch.setattr(machine_code, "find", lambda *asked: None)
+    monkeypatch.setattr(machine_code, "find", lambda *arguments: None)
     code, out, _ = autoattn("explain", "--device", "h200", "--cache", "here", *ONE)
     assert code == 0
     words = ("kernel", "bucket", "a tuned problem is near", "BLOCK_M=", "1. exact: no entry", "2. bucket: found one")
@@ -203,17 +203,19 @@ def test_explain_prints_route_level_reason_and_steps(autoattn: Run, monkeypatch:
 
 
 def test_explain_tells_how_sure_the_ranking_of_a_problem_is(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(problem: Problem, device: Device | None, folder: Path | None = None) -> explanations.Explanation:
-        return replace(explained(problem, device, folder), entry=samples.certified(one, worst=samples.worst()))
+    def with_finals(problem: Problem, device: Device | None, folder: Path | None = None) -> explanations.Explanation:
+        return replace(
+            explained(problem, device, folder), entry=samples.certified(tuned_problem, worst=samples.worst())
+        )
 
-    monkeypatch.setattr(cache_lookup, "explain", told)
-    one = samples.problem()
+    monkeypatch.setattr(cache_lookup, "explain", with_finals)
+    tuned_problem = samples.problem()
     _, out, _ = autoattn("explain", "--device", "h200", *ONE)
     assert "  finals   128 rounds, 3 more discarded; 1 as good as the winner\n" in out
     assert "  over     sdpa-cudnn 0.91x (0.90-0.92), sdpa-flash 1.42x (1.40-1.44)\n" in out
     assert "  rivals   met PyTorch's backends alone (sdpa-cudnn, sdpa-flash); who else" in out
     assert "  worst    2.32x its usual time, 928.4 us; 1,920 of 2,048 tiles are computed twice\n" in out
-    one = samples.problem(batch=7)  # a near problem's finals say nothing of this one
+    tuned_problem = samples.problem(batch=7)  # a near problem's finals say nothing of this one
     assert "worst" not in autoattn("explain", "--device", "h200", *ONE)[1]
     assert "finals" not in autoattn("explain", "--device", "h200", *ONE)[1]
 
@@ -222,9 +224,9 @@ def test_explain_json_is_one_object_for_a_problem_and_a_list_for_a_file(
     autoattn: Run, shapes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache_lookup, "explain", explained)
-    one = json.loads(autoattn("explain", "--json", *ONE)[1])
-    assert (one["route"], one["level"], one["problem"]["seq_kv"]) == ("kernel", "bucket", 4096)
-    assert len(one["steps"]) == 2
+    answer = json.loads(autoattn("explain", "--json", *ONE)[1])
+    assert (answer["route"], answer["level"], answer["problem"]["seq_kv"]) == ("kernel", "bucket", 4096)
+    assert len(answer["steps"]) == 2
     many = json.loads(autoattn("explain", "--json", "--shapes", shapes)[1])
     assert [document["problem"]["seq_q"] for document in many] == [1024, 2048, 1024]
 
@@ -292,10 +294,10 @@ def test_render_writes_the_templates_default_as_python(autoattn: Run) -> None:
 
 
 def test_render_writes_the_default_that_a_call_would_run(autoattn: Run) -> None:
-    told = json.loads(autoattn("explain", "--device", "h200", *ONE, "--json")[1])
-    assert told["level"] == "default"
+    answer = json.loads(autoattn("explain", "--device", "h200", *ONE, "--json")[1])
+    assert answer["level"] == "default"
     text = autoattn("render", "--device", "h200", *ONE)[1]
-    assert text.splitlines()[1].startswith(f"# default of {told['variant']['template']}; ")
+    assert text.splitlines()[1].startswith(f"# default of {answer['variant']['template']}; ")
 
 
 def test_render_prefers_the_winner_of_the_cache(autoattn: Run, user_cache: Path, tmp_path: Path) -> None:
@@ -363,7 +365,7 @@ def test_verify_marks_what_failed_and_unmarks_what_holds_again(
     assert code == 1
     assert "2 marked, 0 unmarked" in out
     marks = [entry.mark for entry in store.read(path).entries.values()]
-    assert [(one.finding, one.versions) for one in marks if one is not None] == [(Finding.SLOWER, NOW)] * 2
+    assert [(mark.finding, mark.versions) for mark in marks if mark is not None] == [(Finding.SLOWER, NOW)] * 2
     assert "marked: slower" in autoattn("show", "--device", "h200")[1]
     monkeypatch.setattr(verify, "verify", checked(Finding.SAME))
     code, out, _ = autoattn("cache", "verify", "--device", "h200", "--mark")
@@ -376,18 +378,20 @@ def test_entries_of_each_operation_are_marked_in_their_own_file(
     autoattn: Run, user_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gradients = samples.problem(op=Op.BACKWARD)
-    one = search_space.load("triton/backward")
-    params = one.default(gradients, samples.H200).as_dict()
-    entry = samples.measured(gradients, template=one.template, params=params, space_digest=one.digest, candidates=())
-    entry = dataclasses.replace(entry, search=dataclasses.replace(entry.search, spaces={one.template: one.digest}))
+    space = search_space.load("triton/backward")
+    params = space.default(gradients, samples.H200).as_dict()
+    entry = samples.measured(
+        gradients, template=space.template, params=params, space_digest=space.digest, candidates=()
+    )
+    entry = dataclasses.replace(entry, search=dataclasses.replace(entry.search, spaces={space.template: space.digest}))
     store.merge(user_cache, samples.H200, Op.BACKWARD, [entry])
     monkeypatch.setattr(verify, "verify", checked(Finding.WRONG))
     _, out, _ = autoattn("cache", "verify", "--device", "h200", "--mark")
     assert "2 marked" in out
     assert "1 marked" in out
     for op, count in ((Op.FORWARD, 2), (Op.BACKWARD, 1)):
-        found = store.read(store.path_of(user_cache, samples.H200, op)).entries.values()
-        assert [one.mark is not None for one in found] == [True] * count
+        entries = store.read(store.path_of(user_cache, samples.H200, op)).entries.values()
+        assert [stored.mark is not None for stored in entries] == [True] * count
 
 
 def test_a_shipped_entry_is_marked_in_the_users_own_cache(
@@ -400,18 +404,18 @@ def test_a_shipped_entry_is_marked_in_the_users_own_cache(
     monkeypatch.setattr(verify, "verify", checked(Finding.BROKEN))
     autoattn("cache", "verify", "--device", "h200", "--mark")
     assert shipped.read_bytes() == before
-    found = store.read(store.path_of(user_cache, samples.H200, Op.FORWARD)).entries[other.problem.key]
-    assert found.mark is not None
+    marked = store.read(store.path_of(user_cache, samples.H200, Op.FORWARD)).entries[other.problem.key]
+    assert marked.mark is not None
 
 
 def test_verify_checks_the_shipped_entry_where_the_users_is_stale_or_predicted(
     autoattn: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, two, three = (samples.measured(samples.problem(batch=batch), time_us=999.0) for batch in (1, 2, 3))
-    store.merge(resources.shipped_cache(), samples.H200, Op.FORWARD, map(samples.current, (one, two, three)))
+    first, second, third = (samples.measured(samples.problem(batch=batch), time_us=999.0) for batch in (1, 2, 3))
+    store.merge(resources.shipped_cache(), samples.H200, Op.FORWARD, map(samples.current, (first, second, third)))
     wrong = Mark(finding=Finding.WRONG, detail="off by 1.0", versions=NOW)
-    marked = samples.current(samples.measured(three.problem, params={**three.params, "num_stages": 1}, mark=wrong))
-    own = [samples.measured(one.problem), samples.current(samples.predicted(two.problem)), marked]
+    marked = samples.current(samples.measured(third.problem, params={**third.params, "num_stages": 1}, mark=wrong))
+    own = [samples.measured(first.problem), samples.current(samples.predicted(second.problem)), marked]
     store.merge(resources.user_cache(), samples.H200, Op.FORWARD, own)
     seen: list[Any] = []
     monkeypatch.setattr(verify, "verify", lambda entries, device: seen.extend(entries) or [])
@@ -468,5 +472,5 @@ def test_devices_json_is_one_document(autoattn: Run, monkeypatch: pytest.MonkeyP
     document = json.loads(autoattn("devices", "--json")[1])
     assert document["present"] is None
     assert {"a30", "a100", "h100", "h200", "l4", "rtx4090", "rtx5090", "b200"} <= {
-        one["name"] for one in document["devices"]
+        device["name"] for device in document["devices"]
     }

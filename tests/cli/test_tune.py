@@ -170,12 +170,12 @@ def test_without_a_terminal_each_finished_problem_is_one_plain_line(
 def test_the_end_has_a_table_for_each_group_and_the_cache_file(
     autoattn: Run, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = samples.problem(heads_kv=32, seq_kv=1024)
-    monkeypatch.setattr(tuner, "tune", fake_tune({one.key: samples.predicted(one)}))
+    problem = samples.problem(heads_kv=32, seq_kv=1024)
+    monkeypatch.setattr(tuner, "tune", fake_tune({problem.key: samples.predicted(problem)}))
     code, out, _ = autoattn("tune", "--device", "a30", "--shapes", shapes, "--cache", tmp_path / "mine")
     assert code == 0
     prefill, train = out.index("\nprefill, predicted"), out.index("\ntrain, predicted")
-    row = next(line for line in out[prefill:train].splitlines() if str(one) in line)
+    row = next(line for line in out[prefill:train].splitlines() if str(problem) in line)
     assert "predicted" in row
     assert "500.0" in row
     assert "bound by tensor" in row
@@ -184,9 +184,9 @@ def test_the_end_has_a_table_for_each_group_and_the_cache_file(
 
 
 def test_the_end_says_who_was_in_the_finals(autoattn: Run, shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = samples.problem(heads_kv=32, seq_kv=1024)
-    entry = samples.measured(one, absent={"fa4": "not installed (no module flash_attn)"})
-    monkeypatch.setattr(tuner, "tune", fake_tune({one.key: entry}))
+    problem = samples.problem(heads_kv=32, seq_kv=1024)
+    entry = samples.measured(problem, absent={"fa4": "not installed (no module flash_attn)"})
+    monkeypatch.setattr(tuner, "tune", fake_tune({problem.key: entry}))
     _, out, _ = autoattn("tune", "--device", "h200", "--shapes", shapes)
     absent = "absent: not installed (no module flash_attn) (1)"
     assert f"\nFlashAttention-4 (fa4) took part in 0 of 1 problem; {absent}\n" in out
@@ -220,9 +220,9 @@ def test_where_no_variant_failed_the_problems_say_why(autoattn: Run, monkeypatch
 
 
 def test_rehearsals_are_counted_beside_trials(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = samples.problem()
+    problem = samples.problem()
     counts = {"ok": 3, "interpreter crash": 2, "wrong result": 1}
-    monkeypatch.setattr(tuner, "tune", fake_tune({one.key: samples.predicted(one)}, rehearsals=counts))
+    monkeypatch.setattr(tuner, "tune", fake_tune({problem.key: samples.predicted(problem)}, rehearsals=counts))
     _, out, _ = autoattn("tune", "--device", "a30", *ONE)
     assert "\n6 rehearsals (3 ok, 2 interpreter crash, 1 wrong result) in an interpreter\n" in out
     assert "Nothing was tuned" not in out
@@ -364,9 +364,11 @@ def test_choices_over_ranks_are_told_and_kept(autoattn: Run, monkeypatch: pytest
 
     def measure(calls: Sequence[RankCall], ranks: int, backend: str) -> GroupMeasurements:
         times = {Method.RING: 1234.0, Method.ALLGATHER: 2345.0}
-        made = [RankChoice(call=each, method=Method.RING, times_us=times) for each in calls]
+        choices = [RankChoice(call=each, method=Method.RING, times_us=times) for each in calls]
         link = Link(bytes_per_second=3e11, latency_us=20.0)
-        return GroupMeasurements(link=link, choices=tuple(made), refused={"it by ulysses": "why"}, communication_sms=8)
+        return GroupMeasurements(
+            link=link, choices=tuple(choices), refused={"it by ulysses": "why"}, communication_sms=8
+        )
 
     monkeypatch.setattr(rank_tuning, "measure", measure)
     code, out, _ = autoattn(*RANKS, "--cache", tmp_path)

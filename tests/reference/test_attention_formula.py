@@ -41,12 +41,12 @@ def call(
     query, key, value = tensors
     kinds = {torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16}
     names = {name: facts.pop(name) for name in ("modifiers", "layout", "tokens_q", "tokens_kv") if name in facts}
-    one = kernels.problem(
+    problem = kernels.problem(
         dtype=kinds.get(query.dtype, DType.FLOAT32), batch=query.shape[0], heads_q=query.shape[1],
         heads_kv=key.shape[1], seq_q=query.shape[2], seq_kv=key.shape[2], head_dim=query.shape[3],
         head_dim_v=value.shape[3], mask=mask, precision=precision, **names,
     )  # fmt: skip
-    return one, Operands(query=query, key=key, value=value, scale=scale, **facts)
+    return problem, Operands(query=query, key=key, value=value, scale=scale, **facts)
 
 
 def attention(*tensors: Tensor, rows: Tensor | None = None, **facts: Any) -> tuple[Tensor, Tensor]:
@@ -156,8 +156,8 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 def kept(mask: Mask, seq_q: int, seq_kv: int) -> Tensor:
-    one, operands = call(*inputs(seq_q=seq_q, seq_kv=seq_kv), mask=mask)
-    return attention_formula.visible(one, operands, torch.arange(seq_q))[0]
+    problem, operands = call(*inputs(seq_q=seq_q, seq_kv=seq_kv), mask=mask)
+    return attention_formula.visible(problem, operands, torch.arange(seq_q))[0]
 
 
 @pytest.mark.parametrize(
@@ -189,8 +189,8 @@ def test_masks_drawn_by_hand(mask: Mask, seq_q: int, seq_kv: int, expected: list
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, TOP_LEFT, *WINDOWS], ids=str)
 @pytest.mark.parametrize(("seq_q", "seq_kv"), [*LENGTHS, (1, 12), (12, 1), (6, 13)])
 def test_the_problem_counts_the_pairs_that_the_mask_keeps(mask: Mask, seq_q: int, seq_kv: int) -> None:
-    one = kernels.problem(seq_q=seq_q, seq_kv=seq_kv, mask=mask)
-    assert one.kept_pairs() == one.batch * int(kept(one.mask, seq_q, seq_kv).sum())
+    problem = kernels.problem(seq_q=seq_q, seq_kv=seq_kv, mask=mask)
+    assert problem.kept_pairs() == problem.batch * int(kept(problem.mask, seq_q, seq_kv).sum())
 
 
 # --- the yardstick ----------------------------------------------------------------------------------------------------
@@ -326,14 +326,14 @@ def test_packed_sequences_are_what_each_would_be_alone() -> None:
 
 def test_the_offsets_of_packed_sequences_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each reading waits for the GPU."""
-    one = kernels.problem(
+    problem = kernels.problem(
         layout=Layout.PACKED, tokens_q=66, tokens_kv=100, mask="causal", modifiers=Modifiers(alibi=True, dropout=True)
     )
-    operands = random_inputs.make(one, torch.device("cpu"), torch.Generator().manual_seed(0))
+    operands = random_inputs.make(problem, torch.device("cpu"), torch.Generator().manual_seed(0))
     read: list[Operands] = []
     spans = Operands.spans
     monkeypatch.setattr(Operands, "spans", lambda self: read.append(self) or spans(self))
-    attention_formula.attention(one, operands)
+    attention_formula.attention(problem, operands)
     assert len(read) == 1
 
 
@@ -378,10 +378,10 @@ def test_philox_is_that_of_the_paper() -> None:
 
 
 def test_float8_sequences_without_keys_give_zero() -> None:
-    one = kernels.problem(dtype=DType.FLOAT8, layout=Layout.PACKED, batch=2, tokens_q=66, tokens_kv=50, head_dim=16)
+    problem = kernels.problem(dtype=DType.FLOAT8, layout=Layout.PACKED, batch=2, tokens_q=66, tokens_kv=50, head_dim=16)
     operands = random_inputs.make(
-        one, torch.device("cpu"), torch.Generator().manual_seed(0), lengths=((33, 0), (33, 50))
+        problem, torch.device("cpu"), torch.Generator().manual_seed(0), lengths=((33, 0), (33, 50))
     )
-    output = attention_formula.low_precision(one, operands)
+    output = attention_formula.low_precision(problem, operands)
     assert bool((output[:, :, :33] == 0.0).all())
     assert bool(output[:, :, 33:].isfinite().all())

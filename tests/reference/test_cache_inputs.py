@@ -15,21 +15,21 @@ CPU = torch.device("cpu")
 LENGTHS = ((3, 21), (3, 0), (3, 50))
 
 
-def made(one: Problem) -> Operands:
-    return inputs.make(one, CPU, torch.Generator().manual_seed(0), lengths=LENGTHS)
+def operands_of(problem: Problem) -> Operands:
+    return inputs.make(problem, CPU, torch.Generator().manual_seed(0), lengths=LENGTHS)
 
 
 @pytest.mark.parametrize(
     "text", ["contiguous", "contiguous,rows", "contiguous,rows,leftpad", "paged:1", "paged:16", "paged:16,float8_e4m3"]
 )
 def test_a_cache_says_the_same_as_tensors_of_their_own(text: str) -> None:
-    one = kernels.problem(batch=3, seq_q=3, mask="causal", cache=KeyCache.parse(text), layout=Layout.BSHD)
-    operands = made(one)
-    assert one.cache is not None
+    problem = kernels.problem(batch=3, seq_q=3, mask="causal", cache=KeyCache.parse(text), layout=Layout.BSHD)
+    operands = operands_of(problem)
+    assert problem.cache is not None
     assert operands.cache is not None
     assert bool(operands.key.isnan().any())
-    output, lse = attention_formula.attention(one, operands)
-    held = cache_inputs.held_apart(one)
+    output, lse = attention_formula.attention(problem, operands)
+    held = cache_inputs.held_apart(problem)
     plain = inputs.make(held, CPU, torch.Generator().manual_seed(0))
     assert torch.equal(plain.query, operands.query)
     for sequence, (_, keys) in enumerate(LENGTHS):

@@ -45,9 +45,9 @@ def ranking(*entries: CacheEntry) -> contents.Ranking:
 
 
 def test_our_kernel_is_not_the_fastest_where_a_peer_is() -> None:
-    found = ranking(NEW, OTHER)
-    assert (found.faster, found.with_rivals) == (1, 2)
-    assert [card.best for card in found.cards] == [("sdpa-cudnn", 1.2), ("fa4", 0.8)]  # the larger problem first
+    ranked = ranking(NEW, OTHER)
+    assert (ranked.faster, ranked.with_rivals) == (1, 2)
+    assert [card.best for card in ranked.cards] == [("sdpa-cudnn", 1.2), ("fa4", 0.8)]  # the larger problem first
     for text in texts(NEW, OTHER):
         assert "is the fastest of all that it met" in text
         assert "0.80x fa4" in text

@@ -76,8 +76,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     path = browser.found()
     assert path is not None
-    with Browser(path, tmp_path_factory.mktemp("profile")) as one:
-        yield one
+    with Browser(path, tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
 
 
 @pytest.mark.parametrize(("width", "dark"), diagonal((PHONE, DESKTOP), (False, True)))
@@ -95,16 +95,18 @@ def test_the_page_loads_alone_complains_of_nothing_and_fits(
 @pytest.mark.parametrize("width", [PHONE, DESKTOP])
 def test_every_chart_has_a_size_and_marks(window: Browser, page: Path, width: int) -> None:
     window.open(page, width=width)
-    window.run("document.querySelectorAll('details').forEach(one => one.open = true)")
-    found = window.run(CHARTS)
-    names = [chart["name"] for chart in found]
-    assert len(found) == 2 + 2 * 5  # a roofline for each device, history and coordinates for each search
+    window.run("document.querySelectorAll('details').forEach(element => element.open = true)")
+    chart_sizes = window.run(CHARTS)
+    names = [chart["name"] for chart in chart_sizes]
+    assert len(chart_sizes) == 2 + 2 * 5  # a roofline for each device, history and coordinates for each search
     assert names.count("Roofline") == 2
-    for chart in found:
+    for chart in chart_sizes:
         assert chart["width"] >= 240, chart
         assert chart["height"] >= 150, chart
         assert chart["marks"] >= 2, chart
-    strips = window.run("[...document.querySelectorAll('td.strip svg')].map(one => one.getBoundingClientRect().width)")
+    strips = window.run(
+        "[...document.querySelectorAll('td.strip svg')].map(chart => chart.getBoundingClientRect().width)"
+    )
     assert len(strips) == 4
     assert min(strips) > 100
 

@@ -70,9 +70,9 @@ def test_an_unknown_card_has_no_shares_and_an_old_entry_no_table() -> None:
     ],
 )
 def test_the_peak_is_that_of_the_problems_type(changes: dict[str, object], rate: float | None) -> None:
-    one = samples.problem(**changes)
-    row = contestants(samples.certified(one), "h200")[0]
-    expected = None if rate is None else pytest.approx(one.flops() / row.median_us * 1e6 / rate, rel=0.01)
+    problem = samples.problem(**changes)
+    row = contestants(samples.certified(problem), "h200")[0]
+    expected = None if rate is None else pytest.approx(problem.flops() / row.median_us * 1e6 / rate, rel=0.01)
     assert row.tensor_share == expected
 
 

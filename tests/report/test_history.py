@@ -45,9 +45,9 @@ def sections(folder: Path) -> list[contents.Section]:
 
 
 def ranking(folder: Path) -> contents.Ranking:
-    found = sections(folder)[0]
-    assert found.measured is not None
-    return found.measured
+    section = sections(folder)[0]
+    assert section.measured is not None
+    return section.measured
 
 
 def trial(time_us: float | None, *, template: str = "triton/forward", **params: Any) -> Trial:
@@ -61,15 +61,15 @@ def trial(time_us: float | None, *, template: str = "triton/forward", **params: 
 
 
 def test_the_trials_of_a_search_come_in_the_order_in_which_they_ended(folder: Path, entry: CacheEntry) -> None:
-    found = history.read(folder, "h200", entry)
-    assert len(found.trials) == 24
-    assert found.trials[-1].digest == entry.source_digest
-    assert found.missing == ""
-    numbers = [number for number, _ in found.improvements]
-    times = [one.time_us or 0.0 for _, one in found.improvements]
+    trial_history = history.read(folder, "h200", entry)
+    assert len(trial_history.trials) == 24
+    assert trial_history.trials[-1].digest == entry.source_digest
+    assert trial_history.missing == ""
+    numbers = [number for number, _ in trial_history.improvements]
+    times = [best.time_us or 0.0 for _, best in trial_history.improvements]
     assert numbers == sorted(numbers)
     assert times == sorted(times, reverse=True)
-    assert found.improvements[-1] == (24, found.trials[-1])
+    assert trial_history.improvements[-1] == (24, trial_history.trials[-1])
 
 
 def test_a_report_without_journals_says_so(tmp_path: Path, entry: CacheEntry) -> None:
@@ -106,8 +106,8 @@ def test_a_damaged_journal_is_a_sentence_in_the_report(folder: Path, entry: Cach
 def test_reasons_that_differ_in_numbers_alone_are_one() -> None:
     failed = [replace(trial(None, num_stages=stages), detail=f"needs {stages:,} bytes") for stages in (1, 2, 3)]
     other = replace(trial(None, num_stages=4), detail="too slow")
-    found = history.reasons([History(trials=(*failed, other, trial(5.0)))])
-    assert [(one.outcome, one.count, one.detail) for one in found] == [
+    reasons = history.reasons([History(trials=(*failed, other, trial(5.0)))])
+    assert [(reason.outcome, reason.count, reason.detail) for reason in reasons] == [
         ("wrong result", 3, "needs 1 bytes"),
         ("wrong result", 1, "too slow"),
     ]
@@ -166,8 +166,10 @@ def test_the_best_so_far_is_a_staircase() -> None:
 
 
 def test_a_history_draws_every_trial_and_failed_ones_apart() -> None:
-    found = History(trials=(trial(9.0), trial(None, num_warps=2), trial(5.0, num_warps=4), trial(7.0, num_stages=2)))
-    plot = charts.progress(found, Detail.among(1), measured=False)
+    trial_history = History(
+        trials=(trial(9.0), trial(None, num_warps=2), trial(5.0, num_warps=4), trial(7.0, num_stages=2))
+    )
+    plot = charts.progress(trial_history, Detail.among(1), measured=False)
     assert plot is not None
     assert len(plot.marks) == 4
     assert [mark.y for mark in plot.marks if mark.shape == charts.FAILED[Outcome.WRONG_RESULT][1]] == [2.0]
@@ -179,23 +181,23 @@ def test_a_history_draws_every_trial_and_failed_ones_apart() -> None:
 
 def test_long_searches_are_thinned_but_keep_every_improvement() -> None:
     trials = tuple(trial(1000.0 - number * (number % 100 == 0), num_warps=4) for number in range(1000))
-    found = History(trials=trials)
-    plot = charts.progress(found, Detail(marks=60, lines=30), measured=True)
+    trial_history = History(trials=trials)
+    plot = charts.progress(trial_history, Detail(marks=60, lines=30), measured=True)
     assert plot is not None
     assert len(plot.marks) <= 61
     drawn = {int(mark.title.partition(":")[0]) for mark in plot.marks}
-    assert {number for number, _ in found.improvements} <= drawn
+    assert {number for number, _ in trial_history.improvements} <= drawn
     assert "of 1000 trials are drawn" in plot.note
 
 
 def test_parallel_coordinates_have_an_axis_for_each_parameter_that_varied() -> None:
     trials = [trial(10.0 + warps + stages, num_warps=warps, num_stages=stages) for warps in (2, 4) for stages in (1, 2)]
-    found = charts.parallel(History(trials=(*trials, trial(None, num_warps=8))), "triton/forward", 100)
-    assert found is not None
-    assert [axis.name for axis in found.axes] == ["num_stages", "num_warps", "us"]
-    assert len(found.lines) == 4
-    assert found.lines[-1].style == "q0"  # the fastest is drawn last, on top
-    assert "1 that failed" in found.note
+    plot = charts.parallel(History(trials=(*trials, trial(None, num_warps=8))), "triton/forward", 100)
+    assert plot is not None
+    assert [axis.name for axis in plot.axes] == ["num_stages", "num_warps", "us"]
+    assert len(plot.lines) == 4
+    assert plot.lines[-1].style == "q0"  # the fastest is drawn last, on top
+    assert "1 that failed" in plot.note
     assert charts.parallel(History(trials=tuple(trials[:2])), "triton/forward", 100) is None
 
 
@@ -228,23 +230,26 @@ def with_lead(rival: Rival, ratio: float, low: float, high: float) -> Rival:
 def test_intervals_and_energy_are_shown_where_the_entry_has_them() -> None:
     plain = samples.measured()
     rivals = tuple(with_lead(rival, 1.2, 0.99, 1.4) for rival in plain.rivals)
-    made = sections_of(replace(plain, rivals=rivals))
-    for text in (report.html_text(made), report.markdown_text(made).replace("\\", "")):
+    page_sections = sections_of(replace(plain, rivals=rivals))
+    for text in (report.html_text(page_sections), report.markdown_text(page_sections).replace("\\", "")):
         assert "1.20x (0.99-1.40)" in text
-    assert "250 mJ" in report.html_text(made)
-    assert "610" in report.html_text(made)
-    assert made[0].measured is not None
-    assert (made[0].measured.faster, made[0].measured.even) == (0, 1)  # the interval holds 1: nobody is faster
-    assert made[0].standings[0].even == 1
+    assert "250 mJ" in report.html_text(page_sections)
+    assert "610" in report.html_text(page_sections)
+    assert page_sections[0].measured is not None
+    assert (page_sections[0].measured.faster, page_sections[0].measured.even) == (
+        0,
+        1,
+    )  # the interval holds 1: nobody is faster
+    assert page_sections[0].standings[0].even == 1
 
 
 def test_older_entries_show_ratios_alone() -> None:
-    made = sections_of(samples.measured())
-    text = report.html_text(made)
+    page_sections = sections_of(samples.measured())
+    text = report.html_text(page_sections)
     assert "1.42x" in text
     assert "(" not in figures.against(figures.lead_over(samples.measured(), samples.measured().rivals[0]))
     assert "Watts" not in text
-    assert made[0].standings[0].even is None
+    assert page_sections[0].standings[0].even is None
 
 
 def sections_of(entry: CacheEntry) -> list[contents.Section]:
@@ -263,13 +268,13 @@ def sections_of(entry: CacheEntry) -> list[contents.Section]:
 
 
 def test_the_winner_differs_from_the_runner_up_in_lines_and_parameters(entry: CacheEntry) -> None:
-    found = listing.Shelf().difference(entry, "here")
-    assert found is not None
-    kinds = {kind for kind, _ in found.lines}
+    difference = listing.Shelf().difference(entry, "here")
+    assert difference is not None
+    kinds = {kind for kind, _ in difference.lines}
     assert {"in", "out", "at"} <= kinds
     other = [choice for choice in listing.choices(entry) if choice.other]
     assert other
-    own, theirs = (importance.params_of(one) for one in (entry.variant, entry.candidates[0].variant))
+    own, theirs = (importance.params_of(variant) for variant in (entry.variant, entry.candidates[0].variant))
     assert {choice.name for choice in other} == {name for name, value in own.items() if theirs[name] != value}
     assert all(choice.about for choice in other)
 
@@ -277,17 +282,17 @@ def test_the_winner_differs_from_the_runner_up_in_lines_and_parameters(entry: Ca
 def test_texts_beyond_the_room_give_way_to_a_sentence(entry: CacheEntry) -> None:
     shelf = listing.Shelf(room=1000)
     assert "left out to keep this file small" in shelf.listing(entry, "here").note
-    found = shelf.difference(entry, "here")
-    assert found is not None
-    assert found.lines == ()
-    assert "left out" in found.note
+    difference = shelf.difference(entry, "here")
+    assert difference is not None
+    assert difference.lines == ()
+    assert "left out" in difference.note
 
 
 def test_a_runner_up_of_another_template_is_named(entry: CacheEntry) -> None:
     other = replace(entry.candidates[0], template="gluon/forward")
-    found = listing.Shelf().difference(replace(entry, candidates=(other,)), "here")
-    assert found is not None
-    assert "another template, gluon/forward" in found.note
+    difference = listing.Shelf().difference(replace(entry, candidates=(other,)), "here")
+    assert difference is not None
+    assert "another template, gluon/forward" in difference.note
 
 
 @pytest.mark.slow

@@ -23,8 +23,8 @@ from autoattn.report import baseline, charts, contents, groups, overview, strips
 
 def entry_of(ratio: float, **changes: object) -> CacheEntry:
     """A measured entry whose only rival takes `ratio` times as long."""
-    one = samples.problem(**changes)
-    return samples.beside(samples.measured(one, choice="kernel"), {"sdpa-cudnn": ratio})
+    problem = samples.problem(**changes)
+    return samples.beside(samples.measured(problem, choice="kernel"), {"sdpa-cudnn": ratio})
 
 
 TF32 = {"dtype": DType.FLOAT32, "precision": Precision.TF32}

@@ -114,11 +114,11 @@ def test_measured_and_predicted_stand_apart_and_predicted_carries_a_banner() -> 
 
 
 def test_predictions_stand_beside_published_times_and_what_is_known_of_their_rank() -> None:
-    one = samples.problem(
+    problem = samples.problem(
         batch=1, heads_q=128, heads_kv=128, seq_q=65536, seq_kv=65536, head_dim=56, head_dim_v=56, mask=Mask(),
         layout=Layout.BSHD,
     )  # fmt: skip
-    entry = samples.predicted(one)
+    entry = samples.predicted(problem)
     assert entry.prediction is not None
     entry = replace(entry, prediction=replace(entry.prediction, time_us=1.3845e6))  # 0.70 of what was published
     for beside, texts in ((True, texts_of(samples.A30, entry)), (False, texts_of(samples.H200, entry))):
@@ -127,7 +127,7 @@ def test_predictions_stand_beside_published_times_and_what_is_known_of_their_ran
             assert ("1,977,925" in text) == beside
             assert (report.PROVES in text) == beside
     for device, text in ((samples.A30, accuracy.known(80)), (samples.H200, accuracy.known(90))):
-        assert all(text in found for found in texts_of(device, entry))
+        assert all(text in page_text for page_text in texts_of(device, entry))
 
 
 def texts_of(device: Device, entry: CacheEntry) -> list[str]:
@@ -174,9 +174,9 @@ def test_hostile_source_stays_inside_its_element(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_kernel_that_problems_share_is_shown_once() -> None:
-    one, other = samples.problem(), samples.problem(batch=8)
-    params = samples.measured(one).params
-    sections = sections_of(samples.measured(one, params=params), samples.measured(other, params=params))
+    problem, batched = samples.problem(), samples.problem(batch=8)
+    params = samples.measured(problem).params
+    sections = sections_of(samples.measured(problem, params=params), samples.measured(batched, params=params))
     first, second = cards(sections)
     assert first.source.text
     assert (second.source.text, second.source.same_as) == ("", first.anchor)

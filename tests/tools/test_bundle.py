@@ -96,10 +96,10 @@ def test_a_byte_that_changed_anywhere_is_refused_or_means_nothing(packed: Path, 
         spoilt[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         packed.write_bytes(spoilt)
         try:
-            found = bundle.unpack(packed).files
+            unpacked = bundle.unpack(packed).files
         except CacheError:
             continue
-        assert found == files  # a date or a right of a member, which nobody reads
+        assert unpacked == files  # a date or a right of a member, which nobody reads
 
 
 def test_a_bundle_cut_off_anywhere_is_refused(packed: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_bundle_has_the_raw_samples_of_the_finals(tmp_path: Path) -> None:
     assert bundle.unpack(path).files == files
     name = f"h200/finals/{entry.problem.key}.json"
     with zipfile.ZipFile(path) as archive:
-        assert [one for one in archive.namelist() if "finals" in one] == [name]
+        assert [member for member in archive.namelist() if "finals" in member] == [name]
         assert finals_samples.decode(archive.read(name), path) == samples
         assert "raw samples" in archive.read("README.md").decode()
     other = finals_samples.encode(taken(entry.source_digest, rounds=9))

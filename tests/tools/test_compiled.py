@@ -104,8 +104,8 @@ def cache(tmp_path: Path) -> Path:
 
 
 def test_the_kernels_of_entries_are_compiled_once_and_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = list(warm_up.kernels_of([PROBLEM], samples.H200, cache=cache, jobs=2, keep=cache))
-    assert not any(kernel.refused for kernel in made)
+    compiled_kernels = list(warm_up.kernels_of([PROBLEM], samples.H200, cache=cache, jobs=2, keep=cache))
+    assert not any(kernel.refused for kernel in compiled_kernels)
     paths = precompiled.paths_in(cache, 90)
     assert precompiled.path_of(
         cache, 90, precompiled.key_of(kernel_kind.of(PROBLEM), VARIANT, render.natural_traits(PROBLEM))

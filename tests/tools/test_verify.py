@@ -47,13 +47,16 @@ def contest(
     rng = random.Random(0)
     rivals = rivals if rivals is not None else {"sdpa-cudnn": 600.0}
     times = {finalist_name(place): time_us for place, time_us in enumerate(ours)} | dict(rivals)
-    taken = [Round(times_us={name: one * rng.gauss(1.0, spread) for name, one in times.items()}) for _ in range(count)]
-    one = samples.problem()
+    taken = [
+        Round(times_us={name: time_us * rng.gauss(1.0, spread) for name, time_us in times.items()})
+        for _ in range(count)
+    ]
+    problem = samples.problem()
     return Finished(
         verdicts=tuple(verdicts) or (GOOD,) * len(ours),
-        measurements=tuple(samples.measurement(one, time_us) for time_us in ours),
+        measurements=tuple(samples.measurement(problem, time_us) for time_us in ours),
         rivals=tuple(
-            Rival(name=name, measurement=samples.measurement(one, time_us), max_error=1e-3)
+            Rival(name=name, measurement=samples.measurement(problem, time_us), max_error=1e-3)
             for name, time_us in rivals.items()
         ),
         rounds=tuple(taken),
@@ -76,30 +79,30 @@ OTHERS = [candidate.variant for candidate in ENTRY.candidates]  # at 400 us befo
     ],
 )
 def test_the_time_of_old_is_compared_with_room_for_another_day(time_us: float, finding: Finding, words: str) -> None:
-    found = met(ENTRY, contest([time_us]), [])
-    assert (found.finding, words in found.detail) == (finding, True), found
-    assert "400.0 us before" in found.detail
+    verification = met(ENTRY, contest([time_us]), [])
+    assert (verification.finding, words in verification.detail) == (finding, True), verification
+    assert "400.0 us before" in verification.detail
 
 
 def test_a_share_comes_with_its_interval() -> None:
-    found = met(ENTRY, contest([424.0]), [])
-    share, low, high = map(float, re.findall(r"[\d.]+", found.detail.partition(":")[0]))
+    verification = met(ENTRY, contest([424.0]), [])
+    share, low, high = map(float, re.findall(r"[\d.]+", verification.detail.partition(":")[0]))
     assert low < share < high
     assert high - low < 1.0
 
 
 def test_a_faster_rival_is_named_and_taken() -> None:
-    found = met(ENTRY, contest([400.0], {"sdpa-flash": 390.0, "sdpa-cudnn": 380.0}), [])
-    assert found.finding is Finding.OVERTAKEN
-    assert found.detail.startswith("sdpa-cudnn is faster by 5.")
-    assert found.choice == "sdpa-cudnn"
+    verification = met(ENTRY, contest([400.0], {"sdpa-flash": 390.0, "sdpa-cudnn": 380.0}), [])
+    assert verification.finding is Finding.OVERTAKEN
+    assert verification.detail.startswith("sdpa-cudnn is faster by 5.")
+    assert verification.choice == "sdpa-cudnn"
 
 
 def test_a_faster_runner_up_is_named_and_no_rival_is_taken() -> None:
-    found = met(ENTRY, contest([400.0, 380.0, 420.0]), OTHERS)
-    assert found.finding is Finding.OVERTAKEN
-    assert found.detail.startswith(f"the runner-up {OTHERS[0]} is faster by 5.")
-    assert found.choice == ""
+    verification = met(ENTRY, contest([400.0, 380.0, 420.0]), OTHERS)
+    assert verification.finding is Finding.OVERTAKEN
+    assert verification.detail.startswith(f"the runner-up {OTHERS[0]} is faster by 5.")
+    assert verification.choice == ""
 
 
 @pytest.mark.parametrize(
@@ -118,13 +121,13 @@ def test_what_is_no_better_choice_overtakes_nobody(
 
 def test_an_inaccurate_rival_overtakes_nobody() -> None:
     result = contest([400.0], {"sdpa-cudnn": 300.0})
-    rough = replace(result, rivals=tuple(replace(one, max_error=1.0) for one in result.rivals))
+    rough = replace(result, rivals=tuple(replace(rival, max_error=1.0) for rival in result.rivals))
     assert met(ENTRY, rough, []).finding is Finding.SAME
 
 
 def test_an_entry_that_runs_on_a_rival_is_judged_by_that_rival() -> None:
     entry = samples.current(samples.measured())  # sdpa-cudnn, 0.91 of the kernel's 400 us
-    before = next(one for one in entry.rivals if one.name == entry.choice).measurement.median_us
+    before = next(rival for rival in entry.rivals if rival.name == entry.choice).measurement.median_us
     assert met(entry, contest([400.0], {"sdpa-cudnn": before}), []).finding is Finding.SAME
     overtaken = met(entry, contest([340.0], {"sdpa-cudnn": before}), [])
     assert (overtaken.finding, overtaken.choice) == (Finding.OVERTAKEN, "")
@@ -135,9 +138,9 @@ def test_an_entry_that_runs_on_a_rival_is_judged_by_that_rival() -> None:
 
 
 def test_too_few_rounds_claim_nothing_of_the_time() -> None:
-    found = met(ENTRY, contest([800.0], {}, count=3), [])
-    assert found.finding is Finding.SAME
-    assert "too few rounds" in found.detail
+    verification = met(ENTRY, contest([800.0], {}, count=3), [])
+    assert verification.finding is Finding.SAME
+    assert "too few rounds" in verification.detail
 
 
 # --- an entry's way ---------------------------------------------------------------------------------------------------
@@ -166,7 +169,7 @@ class Shop:
     def compiled(self, problem: Problem, variants: Sequence[Variant]) -> Steps[list[Variant]]:
         yield
         self.order.append("compiled")
-        return [one for one in variants if one not in self.refused]
+        return [variant for variant in variants if variant not in self.refused]
 
     def final(self, problem: Problem, variants: list[Variant], **_: Any) -> Steps[Any]:
         self.met.append(variants)
@@ -189,23 +192,23 @@ class Shop:
 def entry_with_runners_up() -> CacheEntry:
     """Whose candidates are kernels of today."""
     params = [{**ENTRY.params, "BLOCK_N": 32}, {**ENTRY.params, "num_stages": 2}]
-    digests = [samples.current(replace(ENTRY, params=one)).source_digest for one in params]
+    digests = [samples.current(replace(ENTRY, params=kernel_params)).source_digest for kernel_params in params]
     pairs = zip(ENTRY.candidates, params, digests, strict=True)
-    found = (replace(one, params=its, source_digest=digest) for one, its, digest in pairs)
-    return replace(ENTRY, candidates=tuple(found))
+    candidates = (replace(candidate, params=its, source_digest=digest) for candidate, its, digest in pairs)
+    return replace(ENTRY, candidates=tuple(candidates))
 
 
 def verified(entry: CacheEntry, shop: Shop, versions: dict[str, str] = NOW) -> Verification:
-    one: Any = verify.Verifier(samples.H200, shop, versions)  # type: ignore[arg-type]
-    return one.verified(entry)  # type: ignore[no-any-return]
+    verifier: Any = verify.Verifier(samples.H200, shop, versions)  # type: ignore[arg-type]
+    return verifier.verified(entry)  # type: ignore[no-any-return]
 
 
 def test_the_runners_up_that_there_still_are_meet_the_winner() -> None:
     entry, shop = entry_with_runners_up(), Shop()
-    found = verified(entry, shop)
-    assert found.ok
+    verification = verified(entry, shop)
+    assert verification.ok
     assert shop.order == ["compiled", "check"], "else the GPU's worker would compile"
-    assert shop.met == [[entry.variant, *(one.variant for one in entry.candidates)]]
+    assert shop.met == [[entry.variant, *(candidate.variant for candidate in entry.candidates)]]
     gone = replace(entry, candidates=(replace(entry.candidates[0], source_digest="0" * 16), entry.candidates[1]))
     shop = Shop(finished=contest([400.0, 420.0]), refused=[])
     verified(gone, shop)
@@ -231,9 +234,9 @@ def test_the_runners_up_that_there_still_are_meet_the_winner() -> None:
     ],
 )
 def test_what_fails_is_found_and_said(shop: Shop, finding: Finding, words: str) -> None:
-    found = verified(ENTRY, shop)
-    assert (found.finding, words in found.detail) == (finding, True), found
-    assert found.ok is (finding is Finding.SAME)
+    verification = verified(ENTRY, shop)
+    assert (verification.finding, words in verification.detail) == (finding, True), verification
+    assert verification.ok is (finding is Finding.SAME)
 
 
 @pytest.mark.parametrize(
@@ -244,16 +247,16 @@ def test_a_kernel_that_keeps_its_first_maximum_is_checked_where_that_is_outgrown
 ) -> None:
     keeps = samples.current(replace(ENTRY, params={**ENTRY.params, "softmax": "first_max"}))
     shop = Shop(worst=Failure(outcome=outcome, detail="error 1"))
-    found = verified(keeps, shop)
-    assert (found.finding, "in its worst case" in found.detail) == (finding, True), found
+    verification = verified(keeps, shop)
+    assert (verification.finding, "in its worst case" in verification.detail) == (finding, True), verification
     assert verified(ENTRY, shop).ok, "others have no such case"
 
 
 @pytest.mark.parametrize("failure", [CRASHED, NO_MEMORY], ids=["interpreter", "memory"])
 def test_what_was_not_checked_keeps_its_mark_and_gets_none(failure: Failure) -> None:
-    found = verified(ENTRY, Shop(checked=failure))
-    assert not found.ok
-    assert found.mark is None
+    verification = verified(ENTRY, Shop(checked=failure))
+    assert not verification.ok
+    assert verification.mark is None
     old = Mark(finding=Finding.WRONG, detail="error 1")
     assert verified(replace(ENTRY, mark=old), Shop(checked=failure)).mark == old
     with pytest.raises(ValueError, match="needs no mark"):
@@ -262,9 +265,9 @@ def test_what_was_not_checked_keeps_its_mark_and_gets_none(failure: Failure) -> 
 
 def test_a_stale_entry_is_not_run() -> None:
     shop = Shop(checked=None, finished=None)
-    found = verified(replace(ENTRY, source_digest="0" * 16), shop)
-    assert (found.finding, shop.met, found.mark) == (Finding.STALE, [], None)
-    assert "another text" in found.detail
+    verification = verified(replace(ENTRY, source_digest="0" * 16), shop)
+    assert (verification.finding, shop.met, verification.mark) == (Finding.STALE, [], None)
+    assert "another text" in verification.detail
 
 
 def test_changed_versions_are_told() -> None:
@@ -329,27 +332,29 @@ def test_a_finding_that_is_none_against_an_entry_is_no_mark() -> None:
 @pytest.mark.parametrize("finding", [Finding.WRONG, Finding.BROKEN])
 def test_a_call_never_runs_on_an_entry_that_is_held_back_and_says_why(tmp_path: Path, finding: Finding) -> None:
     written(tmp_path, replace(ENTRY, mark=replace(WRONG, finding=finding)))
-    found = cache_lookup.explain(ENTRY.problem, samples.H200, tmp_path)
-    assert (found.route, found.level) == ("sdpa-cudnn", cache_lookup.Level.EXACT), "the fastest rival beside it"
-    (step,) = [one for one in found.steps if finding.value in one]
+    explanation = cache_lookup.explain(ENTRY.problem, samples.H200, tmp_path)
+    assert (explanation.route, explanation.level) == ("sdpa-cudnn", cache_lookup.Level.EXACT), (
+        "the fastest rival beside it"
+    )
+    (step,) = [line for line in explanation.steps if finding.value in line]
     assert "autoattn verify found with autoattn 0.1.0, driver 600.1, torch 2.14.0, triton 3.6.0" in step
     assert "run autoattn tune again" in step
 
 
 def test_a_slower_entry_serves_and_says_so(tmp_path: Path) -> None:
     written(tmp_path, replace(ENTRY, mark=replace(WRONG, finding=Finding.SLOWER, detail="by 6.0%")))
-    found = cache_lookup.explain(ENTRY.problem, samples.H200, tmp_path)
-    assert (found.route, found.level) == (KERNEL, cache_lookup.Level.EXACT)
-    assert any("slower, by 6.0%" in one for one in found.steps)
+    explanation = cache_lookup.explain(ENTRY.problem, samples.H200, tmp_path)
+    assert (explanation.route, explanation.level) == (KERNEL, cache_lookup.Level.EXACT)
+    assert any("slower, by 6.0%" in step for step in explanation.steps)
 
 
 def test_a_call_runs_on_the_rival_that_was_found_faster(tmp_path: Path) -> None:
     mark = replace(WRONG, finding=Finding.OVERTAKEN, detail="sdpa-cudnn is faster by 5%", choice="sdpa-cudnn")
     written(tmp_path, replace(ENTRY, mark=mark))
-    found = cache_lookup.explain(ENTRY.problem, samples.H200, tmp_path)
-    assert (found.route, found.level) == ("sdpa-cudnn", cache_lookup.Level.EXACT)
-    assert "fastest when it was verified" in found.reason
-    assert any("no longer the fastest" in one for one in found.steps)
+    explanation = cache_lookup.explain(ENTRY.problem, samples.H200, tmp_path)
+    assert (explanation.route, explanation.level) == ("sdpa-cudnn", cache_lookup.Level.EXACT)
+    assert "fastest when it was verified" in explanation.reason
+    assert any("no longer the fastest" in step for step in explanation.steps)
     written(tmp_path, replace(ENTRY, mark=replace(mark, choice="rm -rf")))
     assert cache_lookup.explain(ENTRY.problem, samples.H200, tmp_path).route == KERNEL, (
         "what no call can take is not taken"

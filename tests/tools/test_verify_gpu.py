@@ -28,9 +28,9 @@ SLOW = kernels.variant(BLOCK_M=16, BLOCK_N=16, num_warps=1, num_stages=1)
 
 @pytest.fixture(scope="module")
 def card() -> Device:
-    found = nvidia.present()
-    assert found is not None
-    return found
+    device = nvidia.present()
+    assert device is not None
+    return device
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +41,9 @@ def entry(card: Device, tmp_path_factory: pytest.TempPathFactory) -> CacheEntry:
     return tuner.tune([PROBLEM], card, measured=True, options=options).entries[PROBLEM.key]
 
 
-def found(entry: CacheEntry, card: Device) -> verify.Verification:
-    (one,) = verify.verify([entry], card)
-    return one
+def verified(entry: CacheEntry, card: Device) -> verify.Verification:
+    (verification,) = verify.verify([entry], card)
+    return verification
 
 
 def with_kernel(entry: CacheEntry, **changes: Any) -> CacheEntry:
@@ -53,31 +53,31 @@ def with_kernel(entry: CacheEntry, **changes: Any) -> CacheEntry:
 
 
 def test_an_entry_of_today_holds(entry: CacheEntry, card: Device) -> None:
-    one = found(entry, card)
-    assert one.ok, one
-    assert one.mark is None
-    assert "right and the fastest" in one.detail or one.finding is Finding.FASTER
+    verification = verified(entry, card)
+    assert verification.ok, verification
+    assert verification.mark is None
+    assert "right and the fastest" in verification.detail or verification.finding is Finding.FASTER
 
 
 def test_an_entry_that_claims_half_its_time_is_slower(entry: CacheEntry, card: Device) -> None:
     assert entry.measurement is not None
     half = replace(entry.measurement, median_us=entry.measurement.median_us / 2)
     rivals = tuple(
-        replace(one, measurement=replace(one.measurement, median_us=one.measurement.median_us / 2))
-        for one in entry.rivals
+        replace(rival, measurement=replace(rival.measurement, median_us=rival.measurement.median_us / 2))
+        for rival in entry.rivals
     )
-    one = found(replace(entry, measurement=half, rivals=rivals), card)
-    assert one.finding is Finding.SLOWER, one
-    assert one.mark is not None
+    verification = verified(replace(entry, measurement=half, rivals=rivals), card)
+    assert verification.finding is Finding.SLOWER, verification
+    assert verification.mark is not None
 
 
 def test_a_slow_winner_is_overtaken_by_its_runner_up_or_a_rival(entry: CacheEntry, card: Device) -> None:
     runner_up = Candidate(
         template=entry.template, params=entry.params, source_digest=entry.source_digest, time_us=entry.time_us
     )
-    one = found(with_kernel(entry, candidates=(runner_up,)), card)
-    assert one.finding is Finding.OVERTAKEN, one
-    assert "is faster by" in one.detail
+    verification = verified(with_kernel(entry, candidates=(runner_up,)), card)
+    assert verification.finding is Finding.OVERTAKEN, verification
+    assert "is faster by" in verification.detail
 
 
 def test_a_kernel_that_computes_something_else_is_wrong(
@@ -85,7 +85,7 @@ def test_a_kernel_that_computes_something_else_is_wrong(
 ) -> None:
     fault = FAULTS["sees one key too many at the diagonal"]
     monkeypatch.setattr(render, "render", fault.renderer(lambda variant: variant == SLOW))
-    one = found(with_kernel(entry, candidates=()), card)
-    assert one.finding is Finding.WRONG, one
-    assert one.mark is not None
-    assert one.mark.holds_back
+    verification = verified(with_kernel(entry, candidates=()), card)
+    assert verification.finding is Finding.WRONG, verification
+    assert verification.mark is not None
+    assert verification.mark.holds_back

@@ -27,15 +27,15 @@ CUDA = torch.device("cuda")
 HOPPER = "gluon/forward"
 
 
-def judged(one: Problem, *, seed: int | None = None, template: str = kernels.TEMPLATE) -> Any:
+def judged(problem: Problem, *, seed: int | None = None, template: str = kernels.TEMPLATE) -> Any:
     """The gate's verdict on the template's default for this kind of problem, or on a random feasible variant."""
     device = nvidia.present()
     assert device is not None
     points = search_space.load(template)
     rng = random.Random(seed)
-    variant = points.default(one, device) if seed is None else next(points.feasible(one, device, rng))
-    source = render.render(one, variant, render.natural_traits(one, lse=True))
-    return Gate(one, CUDA).judge(compiler.load(source, CUDA))
+    variant = points.default(problem, device) if seed is None else next(points.feasible(problem, device, rng))
+    source = render.render(problem, variant, render.natural_traits(problem, lse=True))
+    return Gate(problem, CUDA).judge(compiler.load(source, CUDA))
 
 
 def sized(**changes: Any) -> Problem:
@@ -82,27 +82,29 @@ def test_head_dims_of_their_own_pass(dims: tuple[int, int], dtype: DType) -> Non
 @pytest.mark.parametrize("softmax", ["online", "lazy", "first_max"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_way_to_add_up_the_parts_of_a_tile_passes(mask: str, softmax: str) -> None:
-    one = sized(seq_q=3, seq_kv=1024, heads_q=8, heads_kv=2, **masked(mask))
+    problem = sized(seq_q=3, seq_kv=1024, heads_q=8, heads_kv=2, **masked(mask))
     small: dict[str, Any] = {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 4, "num_stages": 3, "softmax": softmax}
     for parts_read, shared, together in (("by_rows", 64, 1), ("by_rows", 8, 0), ("by_groups", 64, 1)):
-        if (together and one.mask.sparse) or (parts_read == "by_groups" and softmax == "first_max"):
+        if (together and problem.mask.sparse) or (parts_read == "by_groups" and softmax == "first_max"):
             continue
-        traits = render.natural_traits(one, lse=True)
-        source = kernels.source(one, traits, SPLITS=shared, PACK_GQA=together, parts_read=parts_read, **small)
-        verdict = Gate(one, CUDA).judge(compiler.load(source, CUDA))
+        traits = render.natural_traits(problem, lse=True)
+        source = kernels.source(problem, traits, SPLITS=shared, PACK_GQA=together, parts_read=parts_read, **small)
+        verdict = Gate(problem, CUDA).judge(compiler.load(source, CUDA))
         assert verdict.ok, verdict.reason
 
 
 @pytest.mark.parametrize("softmax", ["online", "lazy", "first_max"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_programs_that_share_tiles_and_heads_that_share_rows_pass(mask: str, softmax: str) -> None:
-    one = sized(seq_q=200, seq_kv=1024, heads_q=8, heads_kv=2, **masked(mask))
+    problem = sized(seq_q=200, seq_kv=1024, heads_q=8, heads_kv=2, **masked(mask))
     small: dict[str, Any] = {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 2, "num_stages": 2, "softmax": softmax}
     for shared, together in ((4, 0), (16, 1), (1, 1)):
-        if together and one.mask.sparse:
+        if together and problem.mask.sparse:
             continue
-        source = kernels.source(one, render.natural_traits(one, lse=True), SPLITS=shared, PACK_GQA=together, **small)
-        verdict = Gate(one, CUDA).judge(compiler.load(source, CUDA))
+        source = kernels.source(
+            problem, render.natural_traits(problem, lse=True), SPLITS=shared, PACK_GQA=together, **small
+        )
+        verdict = Gate(problem, CUDA).judge(compiler.load(source, CUDA))
         assert verdict.ok, verdict.reason
 
 
@@ -140,24 +142,24 @@ HOPPER_KINDS = (
 
 @pytest.mark.parametrize(("dtype", "mask", "dims"), HOPPER_KINDS)
 def test_every_hopper_seed_passes(dtype: DType, mask: str, dims: tuple[int, int]) -> None:
-    one = sized(dtype=dtype, **masked(mask), head_dim=dims[0], head_dim_v=dims[1], batch=2, heads_q=64, heads_kv=64)
+    problem = sized(dtype=dtype, **masked(mask), head_dim=dims[0], head_dim_v=dims[1], batch=2, heads_q=64, heads_kv=64)
     device = hopper()
-    seeds = search_space.load(HOPPER).seeds_for(one, device)
+    seeds = search_space.load(HOPPER).seeds_for(problem, device)
     assert seeds
-    gate = Gate(one, CUDA)
+    gate = Gate(problem, CUDA)
     for variant in seeds:
-        source = render.render(one, variant, render.natural_traits(one, lse=True))
+        source = render.render(problem, variant, render.natural_traits(problem, lse=True))
         verdict = gate.judge(compiler.load(source, CUDA))
         assert verdict.ok, f"{variant}: {verdict.reason}"
 
 
 def assert_early_seeds_pass(mask: str, head_dim: int, modifiers: Modifiers) -> None:
-    one = sized(**masked(mask), head_dim=head_dim, head_dim_v=head_dim, heads_q=8, heads_kv=4, modifiers=modifiers)
-    seeds = search_space.load(HOPPER).seeds_for(one, hopper())
+    problem = sized(**masked(mask), head_dim=head_dim, head_dim_v=head_dim, heads_q=8, heads_kv=4, modifiers=modifiers)
+    seeds = search_space.load(HOPPER).seeds_for(problem, hopper())
     assert seeds
     for variant in seeds[:2]:
-        source = render.render(one, variant, render.natural_traits(one, lse=True))
-        verdict = Gate(one, CUDA).judge(compiler.load(source, CUDA))
+        source = render.render(problem, variant, render.natural_traits(problem, lse=True))
+        verdict = Gate(problem, CUDA).judge(compiler.load(source, CUDA))
         assert verdict.ok, f"{variant}: {verdict.reason}"
 
 
@@ -189,17 +191,17 @@ def test_random_hopper_variants_pass_or_are_refused_by_the_compiler(seed: int) -
     rng = random.Random(seed)
     dtype = rng.choice((DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8))
     head_dim, head_dim_v = rng.choice([dims for dims in HOPPER_DIMS if dtype is not DType.FLOAT8 or 56 not in dims])
-    one = sized(
+    problem = sized(
         dtype=dtype, **masked(rng.choice(HOPPER_MASKS[: 7 if dtype is DType.FLOAT8 else None])), batch=2, heads_q=64,
         heads_kv=64, head_dim=head_dim, head_dim_v=head_dim_v,
     )  # fmt: skip
-    variant = next(search_space.load(HOPPER).feasible(one, hopper(), rng))
-    source = render.render(one, variant, render.natural_traits(one, lse=rng.random() < 0.5))
+    variant = next(search_space.load(HOPPER).feasible(problem, hopper(), rng))
+    source = render.render(problem, variant, render.natural_traits(problem, lse=rng.random() < 0.5))
     try:
         kernel = compiler.load(source, CUDA)
     except CompileError:
         return
-    verdict = Gate(one, CUDA, seed=seed).judge(kernel)
+    verdict = Gate(problem, CUDA, seed=seed).judge(kernel)
     assert verdict.ok, f"{variant}: {verdict.reason}"
 
 
@@ -213,14 +215,14 @@ def hopper() -> Device:
 
 def test_dropout_draws_the_references_numbers() -> None:
     """In float32 one wrong decision is far outside of what is allowed."""
-    one = sized(dtype=DType.FLOAT32, modifiers=Modifiers(dropout=True))
-    verdict = judged(one)
+    problem = sized(dtype=DType.FLOAT32, modifiers=Modifiers(dropout=True))
+    verdict = judged(problem)
     assert verdict.ok, verdict.reason
 
 
 @pytest.mark.parametrize("bias", [Bias.KEYS, Bias.BOOLEAN, Bias.ADDITIVE])
 def test_wild_values_reach_just_the_rows_that_see_them(bias: Bias) -> None:
-    one = sized(modifiers=Modifiers(bias=bias), mask="causal")
-    source = kernels.source(one, render.natural_traits(one, lse=True), BLOCK_M=64, BLOCK_N=32, num_warps=4)
-    call = drawn.Call(problem=one, seed=1, scores=Scores.PLAIN, apart=True, wild=0.001)
+    problem = sized(modifiers=Modifiers(bias=bias), mask="causal")
+    source = kernels.source(problem, render.natural_traits(problem, lse=True), BLOCK_M=64, BLOCK_N=32, num_warps=4)
+    call = drawn.Call(problem=problem, seed=1, scores=Scores.PLAIN, apart=True, wild=0.001)
     assert drawn.fault(compiler.load(source, CUDA), call) == ""

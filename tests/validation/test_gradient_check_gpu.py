@@ -90,17 +90,17 @@ def sized(**changes: Any) -> Problem:
     return gradient_kernels.problem(**{**facts, **changes})
 
 
-def judged(one: Problem, seed: int | None) -> Verdict | None:
+def judged(problem: Problem, seed: int | None) -> Verdict | None:
     """The gate's verdict on the default or a random variant; None where it does not compile for this card."""
     points = search_space.load(gradient_kernels.TEMPLATE)
     rng = random.Random(seed)
-    variant = points.default(one, present()) if seed is None else next(points.feasible(one, present(), rng))
+    variant = points.default(problem, present()) if seed is None else next(points.feasible(problem, present(), rng))
     try:
-        kernel = compiler.load(render.render(one, variant), CUDA)
+        kernel = compiler.load(render.render(problem, variant), CUDA)
     except CompileError:
         assert seed is not None
         return None
-    return Gate(one, CUDA).judge(kernel)
+    return Gate(problem, CUDA).judge(kernel)
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
@@ -113,9 +113,9 @@ def test_gradients_pass_the_gate(kind: dict[str, Any], seed: int | None) -> None
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_every_seed_of_gradients_by_tf32_products_passes_the_gate(head_dim: int) -> None:
     """Those that turn factors in memory too, which no default does."""
-    one = sized(dtype=DType.FLOAT32, precision=Precision.TF32, mask="causal", head_dim=head_dim)
-    for variant in search_space.load(gradient_kernels.TEMPLATE).seeds_for(one, present()):
-        verdict = Gate(one, CUDA).judge(compiler.load(render.render(one, variant), CUDA))
+    problem = sized(dtype=DType.FLOAT32, precision=Precision.TF32, mask="causal", head_dim=head_dim)
+    for variant in search_space.load(gradient_kernels.TEMPLATE).seeds_for(problem, present()):
+        verdict = Gate(problem, CUDA).judge(compiler.load(render.render(problem, variant), CUDA))
         assert verdict.ok, f"{variant}: {verdict.reason}"
 
 
@@ -155,18 +155,18 @@ HOPPERS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize("kind", HOPPERS, ids=str)
 def test_hoppers_gradients_pass_the_gate(kind: dict[str, Any], seed: int | None) -> None:
-    one, points = sized(**kind), search_space.load(hopper_gradients.TEMPLATE)
+    problem, points = sized(**kind), search_space.load(hopper_gradients.TEMPLATE)
     if present().arch != 90:
         pytest.skip("the template is for Hopper")
     rng = random.Random(f"{kind} {seed}")
-    chosen = points.seeds_for(one, present()) if seed is None else [next(points.feasible(one, present(), rng))]
+    chosen = points.seeds_for(problem, present()) if seed is None else [next(points.feasible(problem, present(), rng))]
     for variant in chosen:
         try:
-            kernel = compiler.load(render.render(one, variant), CUDA)
+            kernel = compiler.load(render.render(problem, variant), CUDA)
         except CompileError:
             assert seed is not None, variant
             continue
-        verdict = Gate(one, CUDA).judge(kernel)
+        verdict = Gate(problem, CUDA).judge(kernel)
         assert verdict.ok, f"{variant}: {verdict.reason}"
 
 
@@ -189,11 +189,11 @@ MODDED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("kind", MODDED, ids=str)
 def test_hoppers_gradients_pass_the_gate_with_a_score_mod(kind: dict[str, Any]) -> None:
-    one, points = sized(**kind), search_space.load(hopper_gradients.TEMPLATE)
+    problem, points = sized(**kind), search_space.load(hopper_gradients.TEMPLATE)
     if present().arch != 90:
         pytest.skip("the template is for Hopper")
-    for variant in points.seeds_for(one, present())[:2]:
-        verdict = Gate(one, CUDA).judge(compiler.load(render.render(one, variant), CUDA))
+    for variant in points.seeds_for(problem, present())[:2]:
+        verdict = Gate(problem, CUDA).judge(compiler.load(render.render(problem, variant), CUDA))
         assert verdict.ok, f"{variant}: {verdict.reason}"
 
 
@@ -212,23 +212,23 @@ WALKED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("kind", WALKED, ids=str)
 def test_programs_that_walk_many_tiles_give_the_gradients_of_programs_of_one(kind: dict[str, Any], order: str) -> None:
     """By the gate's measure, and to the bit where programs add in turn: again and again, as a race would show."""
-    one, points = (
+    problem, points = (
         sized(**{"batch": 2, "heads_q": 16, "heads_kv": 8, **kind}),
         search_space.load(hopper_gradients.TEMPLATE),
     )
     if present().arch != 90:
         pytest.skip("the template is for Hopper")
-    case = gradient_check.full_case(one, CUDA, torch.Generator().manual_seed(0))
+    case = gradient_check.full_case(problem, CUDA, torch.Generator().manual_seed(0))
     tried = 0
     for stages, block in itertools.product((1, 2), (64, 128)):
-        base = {**points.params_of(points.default(one, present())), "summing": "tma", "num_stages": 2}
+        base = {**points.params_of(points.default(problem, present())), "summing": "tma", "num_stages": 2}
         base |= {"order": order, "score_grad_stages": stages, "BLOCK_M": block}
         walked, alone = (points.variant({**base, "schedule": each}) for each in ("dynamic", "one_tile"))
-        if (reason := points.why_infeasible(walked, one, present())) is not None:
+        if (reason := points.why_infeasible(walked, problem, present())) is not None:
             assert "registers" in reason or "shared memory" in reason or "mirror image" in reason, reason
             continue
-        kernels = [compiler.load(render.render(one, each), CUDA) for each in (walked, alone)]
-        verdict = Gate(one, CUDA).judge(kernels[0])
+        kernels = [compiler.load(render.render(problem, each), CUDA) for each in (walked, alone)]
+        verdict = Gate(problem, CUDA).judge(kernels[0])
         assert verdict.ok, f"{walked}: {verdict.reason}"
         theirs = gradient_check.run(kernels[1], case)
         for _ in range(20):
@@ -257,18 +257,18 @@ SHARED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("kind", SHARED, ids=str)
 def test_programs_that_walk_some_heads_of_their_keys_pass_the_gate(kind: dict[str, Any]) -> None:
     """Every seed of such programs; those that add in turn give the same bits again and again, as a race would show."""
-    one = sized(**{"batch": 1, "heads_kv": 1, **kind})
+    problem = sized(**{"batch": 1, "heads_kv": 1, **kind})
     if present().arch != 90:
         pytest.skip("the template is for Hopper")
     points = search_space.load(hopper_gradients.TEMPLATE)
-    chosen = [each for each in points.seeds_for(one, present()) if points.params_of(each)["WALKED_HEADS"]]
+    chosen = [each for each in points.seeds_for(problem, present()) if points.params_of(each)["WALKED_HEADS"]]
     assert chosen, "few heads of keys have programs that walk few heads"
     for variant in chosen:
-        kernel = compiler.load(render.render(one, variant), CUDA)
-        verdict = Gate(one, CUDA).judge(kernel)
+        kernel = compiler.load(render.render(problem, variant), CUDA)
+        verdict = Gate(problem, CUDA).judge(kernel)
         assert verdict.ok, f"{variant}: {verdict.reason}"
         if points.repeats(variant):
-            case = gradient_check.full_case(one, CUDA, torch.Generator().manual_seed(0))
+            case = gradient_check.full_case(problem, CUDA, torch.Generator().manual_seed(0))
             first = gradient_check.run(kernel, case)
             for _ in range(250):
                 assert gradient_check.unlike(first, gradient_check.run(kernel, case)) == "", str(variant)
@@ -276,10 +276,10 @@ def test_programs_that_walk_some_heads_of_their_keys_pass_the_gate(kind: dict[st
 
 @pytest.mark.parametrize("template", [gradient_kernels.TEMPLATE, hopper_gradients.TEMPLATE])
 def test_a_large_problem_is_right_at_its_first_and_last_head(template: str) -> None:
-    one = sized(batch=2, heads_q=16, heads_kv=4, seq_q=4096, seq_kv=4096, head_dim=128, mask="causal")
-    case = gradient_check.full_case(one, CUDA, torch.Generator().manual_seed(0))
-    variant = search_space.load(template).default(one, present())
-    verdict = gradient_check.judge(compiler.load(render.render(one, variant), CUDA), [case])
+    problem = sized(batch=2, heads_q=16, heads_kv=4, seq_q=4096, seq_kv=4096, head_dim=128, mask="causal")
+    case = gradient_check.full_case(problem, CUDA, torch.Generator().manual_seed(0))
+    variant = search_space.load(template).default(problem, present())
+    verdict = gradient_check.judge(compiler.load(render.render(problem, variant), CUDA), [case])
     assert verdict.ok, verdict.reason
 
 
@@ -289,13 +289,13 @@ EVERY = Modifiers(sinks=True, alibi=True, learned_slopes=True, bias=Bias.LEARNED
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT32])
 @pytest.mark.parametrize("modifiers", [EVERY, replace(EVERY, dropout=True)], ids=["whole", "dropped"])
 def test_the_gradients_of_what_changes_scores_are_right_at_full_size(modifiers: Modifiers, dtype: DType) -> None:
-    one = sized(
+    problem = sized(
         batch=2, heads_q=16, heads_kv=4, seq_q=4096, seq_kv=4096, mask="causal", modifiers=modifiers, dtype=dtype
     )
-    case = gradient_check.full_case(one, CUDA, torch.Generator().manual_seed(0))
+    case = gradient_check.full_case(problem, CUDA, torch.Generator().manual_seed(0))
     assert set(case.allowed) == {"query", "key", "value", "sinks", "slopes", "bias"}
-    variant = search_space.load(gradient_kernels.TEMPLATE).default(one, present())
-    verdict = gradient_check.judge(compiler.load(render.render(one, variant), CUDA), [case])
+    variant = search_space.load(gradient_kernels.TEMPLATE).default(problem, present())
+    verdict = gradient_check.judge(compiler.load(render.render(problem, variant), CUDA), [case])
     assert verdict.ok, verdict.reason
 
 
@@ -313,14 +313,14 @@ def test_autograd_runs_both_passes_by_kernels(tuned: Any, layout: str, push: str
     assert isinstance(output, torch.Tensor)
     weight = torch.ones((), device=CUDA, dtype=output.dtype) if push == "sum" else torch.randn_like(output)
     weight = torch._neg_view(weight) if push == "negated" else weight  # as gradients of conjugates are
-    found = torch.autograd.grad(output, tensors, weight.expand_as(output))
+    gradients = torch.autograd.grad(output, tensors, weight.expand_as(output))
     leaves = [tensor.detach().double().requires_grad_() for tensor in tensors]
     three = [leaf.transpose(1, 2) if layout == "bshd" else leaf for leaf in leaves]
     seen = torch.ones(300, 420, dtype=torch.bool, device=CUDA).tril(120)
     exact = torch.nn.functional.scaled_dot_product_attention(*three, attn_mask=seen, enable_gqa=True)
     exact = exact.transpose(1, 2) if layout == "bshd" else exact
     expected = torch.autograd.grad(exact, leaves, weight.double().expand_as(exact))
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(gradients, expected, strict=True):
         assert float((ours.double() - theirs).abs().max()) < 0.02 * float(theirs.abs().max()) + 0.02
 
 
@@ -332,11 +332,11 @@ def test_documents_are_differentiated_by_kernels(tuned: Any) -> None:
     tensors = [torch.randn(2, 4, 600, 64, dtype=torch.bfloat16, device=CUDA, requires_grad=True) for _ in range(3)]
     tuned(*tensors, mask=mask)
     assert autoattn.explain(*tensors, mask=mask).steps[-1].startswith("gradients: ")
-    found = torch.autograd.grad(autoattn.attention(*tensors, mask=mask).float().square().sum(), tensors)
+    gradients = torch.autograd.grad(autoattn.attention(*tensors, mask=mask).float().square().sum(), tensors)
     leaves = [tensor.detach().double().requires_grad_() for tensor in tensors]
     seen = (ids[:, None, :, None] == ids[:, None, None, :]) & torch.ones(600, 600, device=CUDA).tril().bool()
     exact = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=seen)
-    for ours, theirs in zip(found, torch.autograd.grad(exact.square().sum(), leaves), strict=True):
+    for ours, theirs in zip(gradients, torch.autograd.grad(exact.square().sum(), leaves), strict=True):
         assert float((ours.double() - theirs).abs().max()) < 0.02 * float(theirs.abs().max()) + 0.02
 
 
@@ -352,14 +352,14 @@ def test_a_learned_bias_is_differentiated_by_kernels(tuned: Any, shape: tuple[in
     attend = torch.compile(autoattn.attention, backend="aot_eager", fullgraph=True) if compiled else autoattn.attention
     output = attend(*tensors, causal=True, bias=bias, sinks=sinks)
     inputs = [*tensors, bias, sinks]
-    found = torch.autograd.grad(output.float().square().sum(), inputs)
+    gradients = torch.autograd.grad(output.float().square().sum(), inputs)
     leaves = [tensor.detach().double().requires_grad_() for tensor in inputs]
     key, value = (leaf.repeat_interleave(4, 1) for leaf in leaves[1:3])
     hidden = ~torch.ones(300, 420, dtype=torch.bool, device=CUDA).tril(120)
     scores = (leaves[0] @ key.mT / 8 + leaves[3]).masked_fill(hidden, -torch.inf)
     scores = torch.cat((scores, leaves[4][None, :, None, None].expand(2, 8, 300, 1)), -1)
     exact = scores.softmax(-1)[..., :-1] @ value
-    for ours, theirs in zip(found, torch.autograd.grad(exact.square().sum(), leaves), strict=True):
+    for ours, theirs in zip(gradients, torch.autograd.grad(exact.square().sum(), leaves), strict=True):
         assert ours.shape == theirs.shape
         assert float((ours.double() - theirs).abs().max()) < 0.02 * float(theirs.abs().max()) + 0.02
 
@@ -374,17 +374,17 @@ def test_learned_slopes_are_differentiated_by_kernels(tuned: Any, shape: tuple[i
     assert autoattn.explain(*tensors, causal=True, alibi_slopes=slopes).steps[-1].startswith("gradients: ")
     attend = torch.compile(autoattn.attention, backend="aot_eager", fullgraph=True) if compiled else autoattn.attention
     inputs = [*tensors, slopes]
-    found, again = (
+    gradients, again = (
         torch.autograd.grad(attend(*tensors, causal=True, alibi_slopes=slopes).float().square().sum(), inputs)
         for _ in range(2)
     )
-    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    assert all(torch.equal(left, right) for left, right in zip(gradients, again, strict=True))
     leaves = [tensor.detach().double().requires_grad_() for tensor in inputs]
     key, value = (leaf.repeat_interleave(4, 1) for leaf in leaves[1:3])
     distance = torch.arange(300, device=CUDA)[:, None] + 120 - torch.arange(420, device=CUDA)
     scores = leaves[0] @ key.mT / 8 - leaves[3][..., None, None] * distance
     exact = scores.masked_fill(distance < 0, -torch.inf).softmax(-1) @ value
-    for ours, theirs in zip(found, torch.autograd.grad(exact.square().sum(), leaves), strict=True):
+    for ours, theirs in zip(gradients, torch.autograd.grad(exact.square().sum(), leaves), strict=True):
         assert ours.shape == theirs.shape
         assert float((ours.double() - theirs).abs().max()) < 0.02 * float(theirs.abs().max()) + 0.02
 
@@ -411,4 +411,4 @@ def test_a_training_step_fits_into_a_cuda_graph(tuned: Any, seen: str) -> None:
         captured = step()
     graph.replay()
     torch.cuda.synchronize()
-    assert all(torch.equal(one, other) for one, other in zip(before, captured, strict=True))
+    assert all(torch.equal(left, right) for left, right in zip(before, captured, strict=True))

@@ -57,22 +57,22 @@ PROBLEMS = [
 ]
 
 
-@pytest.mark.parametrize("one", PROBLEMS, ids=str)
-def test_a_right_kernel_passes(one: Problem) -> None:
-    verdict = judged(right, one)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_a_right_kernel_passes(problem: Problem) -> None:
+    verdict = judged(right, problem)
     assert verdict.ok, verdict.reason
     assert verdict.checks >= len(output_check.LENGTHS)
     assert 0.0 < verdict.max_error <= verdict.allowed
     assert 0.0 < verdict.rms_error < verdict.allowed
 
 
-@pytest.mark.parametrize("one", PROBLEMS[:4], ids=str)
-def test_the_same_maths_in_the_low_precision_passes(one: Problem) -> None:
+@pytest.mark.parametrize("problem", PROBLEMS[:4], ids=str)
+def test_the_same_maths_in_the_low_precision_passes(problem: Problem) -> None:
     def rough(call: Call) -> None:
         with torch.backends.mkldnn.flags(enabled=False):  # with AMX, its bfloat16 products of wild inputs gave NaN
             call.output.copy_(attention_formula.low_precision(*call.asked()))
 
-    verdict = judged(rough, one)
+    verdict = judged(rough, problem)
     assert verdict.ok, verdict.reason
 
 
@@ -85,26 +85,26 @@ def test_a_right_kernel_passes_the_tiny_gate() -> None:
     assert judged(right, tiny=True).ok
 
 
-@pytest.mark.parametrize(("body", "one"), FAULTS, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_a_kernel_is_refused_that(body: Body, one: Problem | None) -> None:
-    verdict = judged(body, one)
+@pytest.mark.parametrize(("body", "problem"), FAULTS, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_a_kernel_is_refused_that(body: Body, problem: Problem | None) -> None:
+    verdict = judged(body, problem)
     assert not verdict.ok
     assert verdict.reason
 
 
-@pytest.mark.parametrize(("body", "one"), FAULTS, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_the_tiny_gate_refuses_a_kernel_that(body: Body, one: Problem | None) -> None:
-    assert not judged(body, one, tiny=True).ok
+@pytest.mark.parametrize(("body", "problem"), FAULTS, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_the_tiny_gate_refuses_a_kernel_that(body: Body, problem: Problem | None) -> None:
+    assert not judged(body, problem, tiny=True).ok
 
 
 def test_products_in_tf32_are_refused_where_float32_was_asked_for() -> None:
     def coarse(call: Call) -> None:
         call.output.copy_(attention_formula.low_precision(*call.asked(precision=Precision.TF32)))
 
-    one = kernels.problem(dtype=DType.FLOAT32, head_dim=64)
-    assert not judged(coarse, one).ok
-    assert judged(coarse, replace(one, precision=Precision.TF32)).ok
-    plain, of_tf32 = (case_of(other).allowed for other in (one, replace(one, precision=Precision.TF32)))
+    problem = kernels.problem(dtype=DType.FLOAT32, head_dim=64)
+    assert not judged(coarse, problem).ok
+    assert judged(coarse, replace(problem, precision=Precision.TF32)).ok
+    plain, of_tf32 = (case_of(other).allowed for other in (problem, replace(problem, precision=Precision.TF32)))
     assert 100 * plain < of_tf32
 
 
@@ -125,14 +125,14 @@ def test_weights_that_overflow_around_the_first_blocks_maximum_are_refused(
         weights = torch.where(weights > limit, math.inf, weights)
         call.output.copy_(weights @ value / weights.sum(-1, keepdim=True))
 
-    one = kernels.problem(dtype=dtype, mask="full", head_dim=64)
-    assert not judged(keeps_the_first_maximum, one).ok
+    problem = kernels.problem(dtype=dtype, mask="full", head_dim=64)
+    assert not judged(keeps_the_first_maximum, problem).ok
 
 
 def test_a_fault_is_named_with_the_case_and_what_was_wrong() -> None:
     said = {
-        body: judged(body, one).reason
-        for body, one in FAULTS
+        body: judged(body, problem).reason
+        for body, problem in FAULTS
         if body
         in (leaves_one_element_unwritten, writes_the_row_behind, answers_a_little_differently_each_time, masks_nothing)
     }
@@ -144,28 +144,28 @@ def test_a_fault_is_named_with_the_case_and_what_was_wrong() -> None:
 
 
 def test_a_refused_kernel_is_not_run_on_further_cases() -> None:
-    one = kernels.problem()
-    planted = Planted(problem=one, body=answers_zeros)
-    verdict = gate(one).judge(planted)  # type: ignore[arg-type]
+    problem = kernels.problem()
+    planted = Planted(problem=problem, body=answers_zeros)
+    verdict = gate(problem).judge(planted)  # type: ignore[arg-type]
     assert (verdict.checks, planted.launches) == (1, 2)
 
 
 def test_in_an_interpreter_the_first_case_alone_runs_twice() -> None:
     """It has no races; a second run sees what the first one left."""
-    one = kernels.problem(mask="causal")
-    planted = Planted(problem=one, body=right)
-    verdict = Gate(one, CPU, tiny=True).judge(planted)  # type: ignore[arg-type]
+    problem = kernels.problem(mask="causal")
+    planted = Planted(problem=problem, body=right)
+    verdict = Gate(problem, CPU, tiny=True).judge(planted)  # type: ignore[arg-type]
     assert verdict.ok, verdict.reason
     assert planted.launches == verdict.checks + 1
-    planted = Planted(problem=one, body=right)
-    assert Gate(one, CPU).judge(planted).checks * 2 == planted.launches  # type: ignore[arg-type]
+    planted = Planted(problem=problem, body=right)
+    assert Gate(problem, CPU).judge(planted).checks * 2 == planted.launches  # type: ignore[arg-type]
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------
 
 
-def case_of(one: Problem, **facts: Any) -> Case:
-    return output_check.make_case(one, CPU, torch.Generator().manual_seed(0), **facts)
+def case_of(problem: Problem, **facts: Any) -> Case:
+    return output_check.make_case(problem, CPU, torch.Generator().manual_seed(0), **facts)
 
 
 def tensors_of(case: Case) -> tuple[Tensor, Tensor, Tensor]:
@@ -174,8 +174,8 @@ def tensors_of(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("layout", [Layout.BHSD, Layout.BSHD])
 def test_inputs_and_outputs_stand_in_rooms_of_nan(layout: Layout) -> None:
-    one = kernels.problem(layout=layout)
-    case = case_of(one)
+    problem = kernels.problem(layout=layout)
+    case = case_of(problem)
     for tensor, heads, seq in zip(tensors_of(case), (4, 2, 2), (33, 50, 50), strict=True):
         assert tensor.shape == (2, heads, seq, 16)
         assert tensor.isfinite().all()
@@ -187,32 +187,32 @@ def test_inputs_and_outputs_stand_in_rooms_of_nan(layout: Layout) -> None:
 
 
 def test_rooms_are_filled_alike_for_one_seed_and_unlike_for_another() -> None:
-    one = kernels.problem()
-    first, again = Gate(one, CPU, tiny=True), Gate(one, CPU, tiny=True)
-    other = Gate(one, CPU, tiny=True, seed=1)
+    problem = kernels.problem()
+    first, again = Gate(problem, CPU, tiny=True), Gate(problem, CPU, tiny=True)
+    other = Gate(problem, CPU, tiny=True, seed=1)
     assert torch.equal(first.cases[0].operands.query, again.cases[0].operands.query)
     assert not torch.equal(first.cases[0].operands.query, other.cases[0].operands.query)
     assert not torch.equal(first.cases[0].operands.key, first.cases[0].operands.value)
 
 
 def test_at_full_size_the_first_and_the_last_row_are_always_compared() -> None:
-    one = kernels.problem(seq_q=500)
-    case = case_of(one, rows=10)
+    problem = kernels.problem(seq_q=500)
+    case = case_of(problem, rows=10)
     assert len(case.rows) <= 10
     assert (int(case.rows[0]), int(case.rows[-1])) == (0, 499)
     assert case.expected.shape == (2, 4, len(case.rows), 16)
 
 
 def test_a_row_that_is_not_compared_must_be_written_all_the_same() -> None:
-    one = kernels.problem(seq_q=500)
-    case = case_of(one, rows=10)
+    problem = kernels.problem(seq_q=500)
+    case = case_of(problem, rows=10)
     spared = next(row for row in range(500) if row not in case.rows.tolist())
 
     def forgets_a_row(call: Call) -> None:
         call.output.copy_(call.right())
         call.output[:, :, spared] = math.nan
 
-    verdict = output_check.judge(Planted(problem=one, body=forgets_a_row), [case])  # type: ignore[arg-type]
+    verdict = output_check.judge(Planted(problem=problem, body=forgets_a_row), [case])  # type: ignore[arg-type]
     assert not verdict.ok
     assert "never written" in verdict.reason
 
@@ -274,15 +274,15 @@ def test_an_lse_is_refused_that_is(wrong: Callable[[Tensor], Tensor]) -> None:
 
 
 def test_the_verdict_states_the_case_that_came_closest() -> None:
-    one = kernels.problem()
-    cases = [case_of(replace(one, seq_q=seq)) for seq in (8, 16, 24)]
+    problem = kernels.problem()
+    cases = [case_of(replace(problem, seq_q=seq)) for seq in (8, 16, 24)]
 
     def errs_at_16(call: Call) -> None:
         call.output.copy_(call.right())
         if call.query.shape[2] == 16:
             call.output[0, 0, 0, 0] = float(cases[1].expected[0, 0, 0, 0]) + 0.9 * cases[1].allowed
 
-    verdict = output_check.judge(Planted(problem=one, body=errs_at_16), cases)  # type: ignore[arg-type]
+    verdict = output_check.judge(Planted(problem=problem, body=errs_at_16), cases)  # type: ignore[arg-type]
     assert verdict.ok, verdict.reason
     assert verdict.checks == 3
     assert verdict.allowed == cases[1].allowed
@@ -290,11 +290,11 @@ def test_the_verdict_states_the_case_that_came_closest() -> None:
 
 
 def test_small_problems_keep_what_the_kernel_is_compiled_for() -> None:
-    one = kernels.problem(
+    problem = kernels.problem(
         dtype=DType.FLOAT32, precision=Precision.TF32, batch=64, heads_q=32, heads_kv=4, head_dim=57, mask="causal"
     )
-    for case in Gate(one, CPU, tiny=True).cases:
-        assert case.problem.family == one.family
+    for case in Gate(problem, CPU, tiny=True).cases:
+        assert case.problem.family == problem.family
         assert case.problem.mask.causal
         assert case.problem.batch == 2
 
@@ -313,9 +313,9 @@ def test_no_case_has_memory_that_a_kernels_loads_are_too_wide_for(
     facts: dict[str, Any], gate_of: type[output_check.Gate | gradient_check.Gate]
 ) -> None:
     """A load of 16 bytes at another address stops the GPU, and with it all that the process does after it."""
-    one = kernels.problem(**{"seq_q": 64, "seq_kv": 64, "head_dim": 16, **facts})
-    assumed = render.natural_traits(one)
-    for case in gate_of(one, CPU).cases:
+    problem = kernels.problem(**{"seq_q": 64, "seq_kv": 64, "head_dim": 16, **facts})
+    assumed = render.natural_traits(problem)
+    for case in gate_of(problem, CPU).cases:
         operands, output = case.operands, output_check.empty_output(case.problem, case.guard, CPU)
         memory = forward.traits_of(operands.query, operands.key, operands.value, output, bias=operands.bias)
         assert memory.alignment >= assumed.alignment, case.name
@@ -325,15 +325,15 @@ def test_no_case_has_memory_that_a_kernels_loads_are_too_wide_for(
 
 @pytest.mark.parametrize("mask", ["window:9,3", "window:9,0", "window:9,-1", "window:-1,3"])
 def test_the_widths_of_a_window_change_from_case_to_case_and_its_sides_do_not(mask: str) -> None:
-    one = kernels.problem(mask=mask)
-    masks = [case.problem.mask for case in Gate(one, CPU, tiny=True).cases]
+    problem = kernels.problem(mask=mask)
+    masks = [case.problem.mask for case in Gate(problem, CPU, tiny=True).cases]
     assert len(set(masks)) > 2
-    assert {each.structure for each in masks} == {one.mask.structure}
+    assert {each.structure for each in masks} == {problem.mask.structure}
 
 
 def test_packed_cases_hold_empty_sequences_and_a_tail() -> None:
-    one = kernels.problem(layout=Layout.PACKED, tokens_q=70, tokens_kv=120)
-    for case in Gate(one, CPU, tiny=True).cases:
+    problem = kernels.problem(layout=Layout.PACKED, tokens_q=70, tokens_kv=120)
+    for case in Gate(problem, CPU, tiny=True).cases:
         lengths = [pair[1::2] for pair in case.operands.spans()]
         assert {(0, 0), (3, 0), (0, 9)} <= set(lengths)
         assert case.problem.tokens_q - sum(pair[0] for pair in lengths) == output_check.TAIL
@@ -343,11 +343,11 @@ def test_packed_cases_hold_empty_sequences_and_a_tail() -> None:
 @pytest.mark.parametrize("modifiers", kernels.MODIFIERS[1:], ids=lambda modifiers: "-".join(modifiers.names))
 def test_every_modifier_changes_the_gates_answers(modifiers: Modifiers) -> None:
     """So that a kernel which forgets it is refused."""
-    one = kernels.problem(modifiers=modifiers)
-    right = case_of(one)
+    problem = kernels.problem(modifiers=modifiers)
+    right = case_of(problem)
     for name in modifiers.names:
         fewer, operands = forgotten(name)
-        rest = replace(one, modifiers=replace(modifiers, **fewer))
+        rest = replace(problem, modifiers=replace(modifiers, **fewer))
         answer, _ = attention_formula.attention(rest, replace(right.operands, **operands))
         assert float((answer - right.expected).abs().max()) > 3 * right.allowed, name
 
@@ -382,8 +382,8 @@ def test_wild_values_are_put_to_kernels_that_hide_pairs(facts: dict[str, Any], h
 
 def test_a_value_that_spoils_rows_that_do_not_see_it_is_caught() -> None:
     """What a plain product of weights and values gives: 0 * NaN for the rows that the mask hides it from."""
-    one = kernels.problem(mask="causal")
-    case = next(case for case in gate(one, tiny=True).cases if case.name.endswith("wild"))
+    problem = kernels.problem(mask="causal")
+    case = next(case for case in gate(problem, tiny=True).cases if case.name.endswith("wild"))
     spoilt = case.expected.masked_fill(torch.ones_like(case.expected, dtype=torch.bool), math.nan)
     assert not output_check.same_wild(spoilt, case.expected)
     assert output_check.same_wild(case.expected.clone(), case.expected)
