@@ -230,26 +230,23 @@ def with_lead(rival: Rival, ratio: float, low: float, high: float) -> Rival:
 def test_intervals_and_energy_are_shown_where_the_entry_has_them() -> None:
     plain = samples.measured()
     rivals = tuple(with_lead(rival, 1.2, 0.99, 1.4) for rival in plain.rivals)
-    page_sections = sections_of(replace(plain, rivals=rivals))
-    for text in (report.html_text(page_sections), report.markdown_text(page_sections).replace("\\", "")):
+    gathered = sections_of(replace(plain, rivals=rivals))
+    for text in (report.html_text(gathered), report.markdown_text(gathered).replace("\\", "")):
         assert "1.20x (0.99-1.40)" in text
-    assert "250 mJ" in report.html_text(page_sections)
-    assert "610" in report.html_text(page_sections)
-    assert page_sections[0].measured is not None
-    assert (page_sections[0].measured.faster, page_sections[0].measured.even) == (
-        0,
-        1,
-    )  # the interval holds 1: nobody is faster
-    assert page_sections[0].standings[0].even == 1
+    assert "250 mJ" in report.html_text(gathered)
+    assert "610" in report.html_text(gathered)
+    assert gathered[0].measured is not None
+    assert (gathered[0].measured.faster, gathered[0].measured.even) == (0, 1)  # the interval holds 1: nobody is faster
+    assert gathered[0].standings[0].even == 1
 
 
 def test_older_entries_show_ratios_alone() -> None:
-    page_sections = sections_of(samples.measured())
-    text = report.html_text(page_sections)
+    gathered = sections_of(samples.measured())
+    text = report.html_text(gathered)
     assert "1.42x" in text
     assert "(" not in figures.against(figures.lead_over(samples.measured(), samples.measured().rivals[0]))
     assert "Watts" not in text
-    assert page_sections[0].standings[0].even is None
+    assert gathered[0].standings[0].even is None
 
 
 def sections_of(entry: CacheEntry) -> list[contents.Section]:
