@@ -155,15 +155,15 @@ def test_a_rotation_is_a_product_of_complex_numbers(interleaved: bool) -> None:
     given.rotation.sin.copy_(angles[0].sin())
     positions = torch.tensor([[0, 3, 39]])
     key = given.new_key[:1, :, :3]
-    found = append_formula.rotated(key, positions, given.rotation)
+    rotated = append_formula.rotated(key, positions, given.rotation)
     pairs = key[..., :16].unflatten(-1, (8, 2) if interleaved else (2, 8))
     pairs = pairs if interleaved else pairs.transpose(-1, -2)
     turned = torch.view_as_real(
         torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones(3, 8), angles[0, positions[0]])
     )
     turned = turned if interleaved else turned.transpose(-1, -2)
-    torch.testing.assert_close(found[..., :16], turned.flatten(-2))
-    assert torch.equal(found[..., 16:], key[..., 16:])
+    torch.testing.assert_close(rotated[..., :16], turned.flatten(-2))
+    assert torch.equal(rotated[..., 16:], key[..., 16:])
 
 
 @pytest.mark.parametrize("arch", [80, 90])

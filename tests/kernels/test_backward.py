@@ -31,8 +31,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_device.set_streams(monkeypatch, lambda index: 7)
 
 
-def kernel_of(one: Problem, **changes: Any) -> Kernel:
-    return launched(gradient_kernels.source(one, **changes))
+def kernel_of(problem: Problem, **changes: Any) -> Kernel:
+    return launched(gradient_kernels.source(problem, **changes))
 
 
 def launched(source: Source) -> Kernel:
@@ -62,18 +62,18 @@ FLOAT32: dict[str, Any] = {"dtype": DType.FLOAT32, "precision": Precision.TF32}
 )
 @pytest.mark.usefixtures("card")
 def test_a_bound_launch_is_the_ordinary_one_elsewhere(facts: dict[str, Any], copies: str, loads: str) -> None:
-    one = gradient_kernels.problem(mask="window:5,3", **facts)
-    kernel = kernel_of(one, keys_loads=loads, queries_loads=loads, copies=copies)
+    problem = gradient_kernels.problem(mask="window:5,3", **facts)
+    kernel = kernel_of(problem, keys_loads=loads, queries_loads=loads, copies=copies)
     first, second = (
-        gradient_check.make_case(one, torch.device("cpu"), torch.Generator().manual_seed(seed)) for seed in (0, 1)
+        gradient_check.make_case(problem, torch.device("cpu"), torch.Generator().manual_seed(seed)) for seed in (0, 1)
     )
-    made = gradient_check.room_of(first)
-    scratch = backward.empty_scratch(kernel, one, first.operands.query, first.operands.key)
-    launches = backward.bind(kernel, one, first.operands, first.saved, made, scratch)
-    found = gradient_check.room_of(second)
-    backward.launch(kernel, one, second.operands, second.saved, found)
-    own = backward.empty_scratch(kernel, one, second.operands.query, second.operands.key)
-    addresses = backward.addresses_of(second.operands, second.saved, found, own)
+    first_room = gradient_check.room_of(first)
+    scratch = backward.empty_scratch(kernel, problem, first.operands.query, first.operands.key)
+    launches = backward.bind(kernel, problem, first.operands, first.saved, first_room, scratch)
+    second_room = gradient_check.room_of(second)
+    backward.launch(kernel, problem, second.operands, second.saved, second_room)
+    own = backward.empty_scratch(kernel, problem, second.operands.query, second.operands.key)
+    addresses = backward.addresses_of(second.operands, second.saved, second_room, own)
     assert len(addresses) == len(backward.POINTERS)
     for launch in launches:
         launch(addresses)
@@ -99,15 +99,17 @@ def test_a_bound_launch_is_the_ordinary_one_elsewhere(facts: dict[str, Any], cop
 @pytest.mark.usefixtures("card")
 def test_what_is_launched_again_and_again_leaves_every_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sinks, and of a bias that queries share, which are summed behind the launches; each launch has new room."""
-    monkeypatch.setattr(backward, "may_bind", lambda problem, query: True)
-    one = gradient_kernels.problem(modifiers=Modifiers(sinks=True, bias=Bias.LEARNED, alibi=True, learned_slopes=True))
-    kernel = kernel_of(one)
-    case = gradient_check.make_case(one, torch.device("cpu"), torch.Generator().manual_seed(0))
+    monkeypatch.setattr(backward, "may_bind", lambda _problem, query: True)
+    problem = gradient_kernels.problem(
+        modifiers=Modifiers(sinks=True, bias=Bias.LEARNED, alibi=True, learned_slopes=True)
+    )
+    kernel = kernel_of(problem)
+    case = gradient_check.make_case(problem, torch.device("cpu"), torch.Generator().manual_seed(0))
     shared = replace(case.operands, narrow_bias=case.operands.bias[:, :, :1])
     assert shared.narrow_bias is not None
     expanded = replace(shared, bias=shared.narrow_bias.expand_as(case.operands.bias))
-    room = backward.empty_gradients(one, expanded)
-    launch = backward.ready(kernel, one, expanded, case.saved)
+    room = backward.empty_gradients(problem, expanded)
+    launch = backward.ready(kernel, problem, expanded, case.saved)
     ordered: list[str] = []
     monkeypatch.setattr(backward, "sink_gradient", lambda sinks, rows: ordered.append("sinks") or sinks)
     monkeypatch.setattr(backward, "add_bias_sums", lambda gradient, sums: ordered.append("bias"))
@@ -170,10 +172,10 @@ def test_resized_launches_are_those_that_are_bound_at_other_sizes(
 @pytest.mark.parametrize("bound_too", [False, True])
 @pytest.mark.usefixtures("card")
 def test_the_gate_launches_as_calls_do(bound_too: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = gradient_kernels.problem(mask="causal")
-    kernel = kernel_of(one)
-    case = gradient_check.make_case(one, torch.device("cpu"), torch.Generator().manual_seed(0))
-    monkeypatch.setattr(backward, "may_bind", lambda problem, query: bound_too)
+    problem = gradient_kernels.problem(mask="causal")
+    kernel = kernel_of(problem)
+    case = gradient_check.make_case(problem, torch.device("cpu"), torch.Generator().manual_seed(0))
+    monkeypatch.setattr(backward, "may_bind", lambda _problem, query: bound_too)
     assert not gradient_check.judge(kernel, [case]).ok, "nothing was computed"
     for part in kernel.parts:
         assert (len(part.compiled.ordinary), len(part.compiled.prepared)) == ((1, 1) if bound_too else (2, 0))
@@ -184,18 +186,18 @@ def test_the_gate_launches_as_calls_do(bound_too: bool, monkeypatch: pytest.Monk
 def test_what_is_timed_costs_the_host_a_bound_launch_where_it_may(
     bound_too: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = gradient_kernels.problem(mask="causal")
-    kernel = kernel_of(one)
-    case = gradient_check.make_case(one, torch.device("cpu"), torch.Generator().manual_seed(0))
-    monkeypatch.setattr(backward, "may_bind", lambda problem, query: bound_too)
+    problem = gradient_kernels.problem(mask="causal")
+    kernel = kernel_of(problem)
+    case = gradient_check.make_case(problem, torch.device("cpu"), torch.Generator().manual_seed(0))
+    monkeypatch.setattr(backward, "may_bind", lambda _problem, query: bound_too)
     room = gradient_check.room_of(case)
     call = gradient_check.call_of(kernel, case, room)
     for _ in range(3):
         call()
     for part in kernel.parts:
         assert (len(part.compiled.ordinary), len(part.compiled.prepared)) == ((0, 3) if bound_too else (3, 0))
-        made = part.compiled.prepared if bound_too else part.compiled.ordinary
-        for _, given in made:
+        launches = part.compiled.prepared if bound_too else part.compiled.ordinary
+        for _, given in launches:
             at = dict(zip(part.parameters, given, strict=True))
             for name, gradient in room.named():
                 if f"{name}_grad_ptr" in at:
@@ -216,9 +218,9 @@ def test_launches_that_read_other_tensors_or_numbers_are_never_bound(modifiers: 
 
 
 def test_rows_have_room_for_every_tile_of_queries() -> None:
-    one = gradient_kernels.problem()
+    problem = gradient_kernels.problem()
     query = torch.empty(2, 4, 129, 16)
-    rows = backward.empty_scratch(kernel_of(one), one, query, query).rows
+    rows = backward.empty_scratch(kernel_of(problem), problem, query, query).rows
     assert (rows.shape, rows.dtype) == ((2, 2, 4, 256), torch.float32)
     sloped = gradient_kernels.problem(modifiers=Modifiers(alibi=True, learned_slopes=True))
     assert backward.empty_scratch(kernel_of(sloped), sloped, query, query).rows.shape == (3, 2, 4, 256)
@@ -226,26 +228,26 @@ def test_rows_have_room_for_every_tile_of_queries() -> None:
 
 @pytest.mark.usefixtures("card")
 def test_descriptors_of_packed_tensors_end_boxes_where_a_sequence_ends() -> None:
-    one = hopper_gradients.problem(
+    problem = hopper_gradients.problem(
         layout=Layout.PACKED, batch=3, heads_q=4, heads_kv=2, seq_q=40, seq_kv=50, tokens_q=90, tokens_kv=110
     )
     kernel = launched(hopper_gradients.source(hopper_gradients.problem(layout=Layout.PACKED), order="ascending"))
-    case = gradient_check.make_case(one, torch.device("cpu"), torch.Generator().manual_seed(0))
-    backward.launch(kernel, one, case.operands, case.saved, gradient_check.room_of(case))
+    case = gradient_check.make_case(problem, torch.device("cpu"), torch.Generator().manual_seed(0))
+    backward.launch(kernel, problem, case.operands, case.saved, gradient_check.room_of(case))
     part = next(part for part in kernel.parts if part.name == "backward_keys")
     ((_, given),) = part.compiled.ordinary
-    told = dict(zip(part.parameters, given, strict=True))
+    arguments = dict(zip(part.parameters, given, strict=True))
     blocks = 90 // int(kernel.module.BLOCK_M.value) + 3 + 1
-    assert told["stride_r"] == blocks * int(kernel.module.BLOCK_M.value)
-    assert told["row_lse_step"].shape == (4 * told["stride_r"],)
-    step = 4 * one.head_dim
-    query = told["query_step"]
-    assert query.shape == (0x7FFF0000, 0x7FFF0000, 4, EDGE, one.head_dim)
-    assert query.strides == (2**34 - step, step, one.head_dim, step, 1)
+    assert arguments["stride_r"] == blocks * int(kernel.module.BLOCK_M.value)
+    assert arguments["row_lse_step"].shape == (4 * arguments["stride_r"],)
+    step = 4 * problem.head_dim
+    query = arguments["query_step"]
+    assert query.shape == (0x7FFF0000, 0x7FFF0000, 4, EDGE, problem.head_dim)
+    assert query.strides == (2**34 - step, step, problem.head_dim, step, 1)
     assert int(kernel.module.EDGE.value) == EDGE
     # Bytes from the first element to row 7 of the 40 before token 70.
     place = sum(at * by for at, by in zip((EDGE, 70, 1, EDGE - 40 + 7), query.strides, strict=False)) * 2
-    assert place % 2**64 == ((70 - 40 + 7) * step + one.head_dim) * 2
+    assert place % 2**64 == ((70 - 40 + 7) * step + problem.head_dim) * 2
     assert all(by * 2 % 16 == 0 and by * 2 < 2**40 for by in query.strides[:-1]), "what the driver encodes"
 
 
@@ -280,12 +282,12 @@ def test_resized_launches_of_packed_sequences_are_those_that_are_bound_at_other_
 
 @pytest.mark.parametrize(("sms", "programs"), [(132, 132), (9, 9), (5000, 2048)])
 def test_programs_that_walk_many_tiles_are_as_many_as_sms_and_no_more_than_tiles(sms: int, programs: int) -> None:
-    one = hopper_gradients.problem(batch=4, heads_q=16, heads_kv=16, seq_q=4096, seq_kv=4096)
-    found = {}
+    problem = hopper_gradients.problem(batch=4, heads_q=16, heads_kv=16, seq_q=4096, seq_kv=4096)
+    grids = {}
     for schedule in ("one_tile", "dynamic"):
-        source = hopper_gradients.source(one, schedule=schedule, order="any")
+        source = hopper_gradients.source(problem, schedule=schedule, order="any")
         kernel = Kernel(source=source, module=load_module(source), compiled=None, device=CUDA, sm_count=sms)
-        found[schedule] = backward.grids_of(kernel, one, 4096, 4096)
-    assert found["one_tile"].pop("backward_keys") == (4 * 16 * 32,)
-    assert found["dynamic"].pop("backward_keys") == (programs,)
-    assert found["dynamic"] == found["one_tile"]
+        grids[schedule] = backward.grids_of(kernel, problem, 4096, 4096)
+    assert grids["one_tile"].pop("backward_keys") == (4 * 16 * 32,)
+    assert grids["dynamic"].pop("backward_keys") == (programs,)
+    assert grids["dynamic"] == grids["one_tile"]

@@ -33,8 +33,8 @@ KINDS: dict[str, dict[str, Any]] = {
     diagonal(KINDS, ("pointer", "descriptor")),
 )
 def test_kernels_that_read_turned_copies_are_right(child: Pool, kind: str, loads: str) -> None:
-    one = problem(**FLOAT32 | KINDS[kind])
-    verdict = judged(child, one, copies="turned", queries_loads=loads, keys_loads=loads)
+    tf32_problem = problem(**FLOAT32 | KINDS[kind])
+    verdict = judged(child, tf32_problem, copies="turned", queries_loads=loads, keys_loads=loads)
     assert verdict.ok, verdict.reason
 
 
@@ -48,7 +48,7 @@ def test_kernels_that_read_turned_copies_are_right(child: Pool, kind: str, loads
     ],
 )
 def test_a_copy_that_is_a_little_wrong_is_seen(child: Pool, right: str, wrong: str) -> None:
-    one = problem(**FLOAT32, seq_q=50, seq_kv=70)
-    rendered = source(one, copies="turned")
+    tf32_problem = problem(**FLOAT32, seq_q=50, seq_kv=70)
+    rendered = source(tf32_problem, copies="turned")
     assert right in rendered.text
-    assert not judged(child, one, source_=replace(rendered, text=rendered.text.replace(right, wrong))).ok
+    assert not judged(child, tf32_problem, source_=replace(rendered, text=rendered.text.replace(right, wrong))).ok

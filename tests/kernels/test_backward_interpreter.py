@@ -41,7 +41,7 @@ POINTS = kernels.covering(
 )
 
 
-def problem(**changes: Any) -> Problem:
+def make_problem(**changes: Any) -> Problem:
     """Two sequences of two heads that share their keys: the least that tells each from the others."""
     return gradient_kernels.problem(**{"heads_q": 2, "heads_kv": 1, **changes})
 
@@ -49,7 +49,7 @@ def problem(**changes: Any) -> Problem:
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: "-".join(str(value) for value in point.values()))
 def test_gradients_agree_with_autograd_through_the_reference(child: Pool, point: dict[str, Any]) -> None:
     batch, heads_q, heads_kv = point["heads"]
-    one = problem(
+    problem = make_problem(
         dtype=point["dtype"], mask=point["mask"], layout=point["layout"], batch=batch, heads_q=heads_q,
         heads_kv=heads_kv, seq_q=point["lengths"][0], seq_kv=point["lengths"][1], head_dim=point["dims"][0],
         head_dim_v=point["dims"][1],
@@ -57,13 +57,13 @@ def test_gradients_agree_with_autograd_through_the_reference(child: Pool, point:
     names = ("QUERIES_BLOCK_M", "QUERIES_BLOCK_N", "KEYS_BLOCK_N", "KEYS_BLOCK_M")
     tiles = dict(zip(names, point["tiles"], strict=True))
     loads = {name: point[name] for name in ("queries_loads", "keys_loads")}
-    verdict = judged(child, one, HEAD_GROUP=point["HEAD_GROUP"], **loads, **tiles)
+    verdict = judged(child, problem, HEAD_GROUP=point["HEAD_GROUP"], **loads, **tiles)
     assert verdict.ok, verdict.reason
 
 
 @pytest.mark.parametrize(("scores", "dtype"), diagonal((Scores.LOUD, Scores.STEEP), (DType.FLOAT16, DType.FLOAT32)))
 def test_scores_that_rise_far_keep_their_gradients(child: Pool, scores: Scores, dtype: DType) -> None:
-    verdict = judged(child, problem(dtype=dtype, mask="causal", seq_q=37, seq_kv=50), scores=scores)
+    verdict = judged(child, make_problem(dtype=dtype, mask="causal", seq_q=37, seq_kv=50), scores=scores)
     assert verdict.ok, verdict.reason
 
 
@@ -75,40 +75,40 @@ def test_scores_that_rise_far_keep_their_gradients(child: Pool, scores: Scores, 
     ),
 )
 def test_changed_scores_have_gradients(child: Pool, modifiers: Modifiers, loads: str) -> None:
-    one = problem(mask="window:9,4", modifiers=modifiers, dtype=DType.FLOAT32)
-    assert judged(child, one, queries_loads=loads, keys_loads=loads).ok
+    problem = make_problem(mask="window:9,4", modifiers=modifiers, dtype=DType.FLOAT32)
+    assert judged(child, problem, queries_loads=loads, keys_loads=loads).ok
 
 
 def test_tf32_gradients_are_as_good_as_pytorchs(child: Pool) -> None:
-    assert judged(child, problem(dtype=DType.FLOAT32, precision=Precision.TF32, mask="causal")).ok
+    assert judged(child, make_problem(dtype=DType.FLOAT32, precision=Precision.TF32, mask="causal")).ok
 
 
 @pytest.mark.parametrize("modifiers", [Modifiers(), Modifiers(sinks=True)])
 def test_an_lse_has_a_gradient_too(child: Pool, modifiers: Modifiers) -> None:
-    one = problem(mask="causal", dtype=DType.FLOAT32, modifiers=modifiers, seq_q=37, seq_kv=20)
-    verdict = judged(child, one, Traits(lse=True))
+    problem = make_problem(mask="causal", dtype=DType.FLOAT32, modifiers=modifiers, seq_q=37, seq_kv=20)
+    verdict = judged(child, problem, Traits(lse=True))
     assert verdict.ok, verdict.reason
 
 
 @pytest.mark.parametrize("bias", [Bias.KEYS, Bias.BOOLEAN, Bias.ADDITIVE])
 def test_biases_are_part_of_the_scores(child: Pool, bias: Bias) -> None:
-    one = problem(mask="causal", modifiers=Modifiers(bias=bias), dtype=DType.FLOAT32)
-    verdict = judged(child, one, QUERIES_BLOCK_N=32)
+    problem = make_problem(mask="causal", modifiers=Modifiers(bias=bias), dtype=DType.FLOAT32)
+    verdict = judged(child, problem, QUERIES_BLOCK_N=32)
     assert verdict.ok, verdict.reason
 
 
 @pytest.mark.parametrize("aligned", [0, 1])
 def test_a_row_of_a_bias_that_queries_share_is_part_of_their_scores(child: Pool, aligned: int) -> None:
-    one = problem(mask="causal", modifiers=Modifiers(bias=Bias.ADDITIVE), dtype=DType.FLOAT32)
-    traits = replace(render.natural_traits(one), bias_shared=True, bias_alignment=aligned)
-    verdict = judged(child, one, traits, make=interpreted.biased_by_row)
+    problem = make_problem(mask="causal", modifiers=Modifiers(bias=Bias.ADDITIVE), dtype=DType.FLOAT32)
+    traits = replace(render.natural_traits(problem), bias_shared=True, bias_alignment=aligned)
+    verdict = judged(child, problem, traits, make=interpreted.biased_by_row)
     assert verdict.ok, verdict.reason
 
 
 def test_a_row_of_a_bias_that_queries_share_has_a_gradient(child: Pool) -> None:
-    one = problem(mask="full", modifiers=LEARNED, dtype=DType.FLOAT32)
-    traits = replace(render.natural_traits(one), bias_shared=True)
-    verdict = judged(child, one, traits, small=(37, 50), number=3)
+    problem = make_problem(mask="full", modifiers=LEARNED, dtype=DType.FLOAT32)
+    traits = replace(render.natural_traits(problem), bias_shared=True)
+    verdict = judged(child, problem, traits, small=(37, 50), number=3)
     assert gradient_check.SHARINGS[3][2], "queries share it"
     assert verdict.ok, verdict.reason
 
@@ -136,8 +136,8 @@ SCORE_MODS: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("facts", SCORE_MODS, ids=lambda facts: facts["modifiers"].score_mod)
 def test_changed_scores_have_the_gradients_of_any_expression(child: Pool, facts: dict[str, Any]) -> None:
     small = facts.get("small")
-    one = problem(dtype=DType.FLOAT32, **{name: value for name, value in facts.items() if name != "small"})
-    verdict = judged(child, one, small=small)
+    problem = make_problem(dtype=DType.FLOAT32, **{name: value for name, value in facts.items() if name != "small"})
+    verdict = judged(child, problem, small=small)
     assert verdict.ok, verdict.reason
 
 
@@ -157,7 +157,7 @@ LEARNERS: tuple[dict[str, Any], ...] = (  # one for each way to share a bias
 def test_a_learned_bias_has_a_gradient_whoever_shares_it(child: Pool, number: int) -> None:
     facts = {"modifiers": LEARNED, "dtype": DType.FLOAT32, **LEARNERS[number]}
     params = {name: facts.pop(name) for name in [*facts] if name in gradient_kernels.BASE}
-    verdict = judged(child, problem(**facts), small=(37, 50), number=number, **params)
+    verdict = judged(child, make_problem(**facts), small=(37, 50), number=number, **params)
     assert verdict.ok, verdict.reason
 
 
@@ -179,13 +179,13 @@ SLOPES: tuple[dict[str, Any], ...] = (
 def test_learned_slopes_have_gradients(child: Pool, facts: dict[str, Any]) -> None:
     facts = {"modifiers": SLOPED, "dtype": DType.FLOAT32, **facts}
     params = {name: facts.pop(name) for name in [*facts] if name in gradient_kernels.BASE}
-    verdict = judged(child, problem(**facts), small=(37, 50), **params)
+    verdict = judged(child, make_problem(**facts), small=(37, 50), **params)
     assert verdict.ok, verdict.reason
 
 
 def test_a_slope_has_the_gradient_of_an_lse_too(child: Pool) -> None:
-    one = problem(mask="causal", dtype=DType.FLOAT32, modifiers=SLOPED, seq_q=37, seq_kv=20)
-    verdict = judged(child, one, Traits(lse=True))
+    problem = make_problem(mask="causal", dtype=DType.FLOAT32, modifiers=SLOPED, seq_q=37, seq_kv=20)
+    verdict = judged(child, problem, Traits(lse=True))
     assert verdict.ok, verdict.reason
 
 
@@ -195,15 +195,15 @@ def test_a_slope_has_the_gradient_of_an_lse_too(child: Pool) -> None:
 )
 def test_sinks_and_dropout_have_gradients(child: Pool, modifiers: Modifiers, layout: Layout) -> None:
     tokens = {"tokens_q": 60, "tokens_kv": 70} if layout is Layout.PACKED else {}
-    one = problem(mask="causal", modifiers=modifiers, dtype=DType.FLOAT32, layout=layout, **tokens)
-    verdict = judged(child, one, small=(33, 50))
+    problem = make_problem(mask="causal", modifiers=modifiers, dtype=DType.FLOAT32, layout=layout, **tokens)
+    verdict = judged(child, problem, small=(33, 50))
     assert verdict.ok, verdict.reason
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "window:5,3", "window:5,-1"])
 def test_packed_sequences_have_gradients_of_their_own_pairs_alone(child: Pool, mask: str) -> None:
-    one = problem(mask=mask, layout=Layout.PACKED, tokens_q=60, tokens_kv=70, modifiers=Modifiers(alibi=True))
-    verdict = judged(child, one, small=(33, 50), KEYS_BLOCK_N=32, HEAD_GROUP=4)
+    problem = make_problem(mask=mask, layout=Layout.PACKED, tokens_q=60, tokens_kv=70, modifiers=Modifiers(alibi=True))
+    verdict = judged(child, problem, small=(33, 50), KEYS_BLOCK_N=32, HEAD_GROUP=4)
     assert verdict.ok, verdict.reason
 
 
@@ -217,45 +217,46 @@ TABLES = {  # name -> what partial blocks keep
 @pytest.mark.parametrize(("name", "loads"), diagonal(TABLES, ("pointer", "descriptor")))
 def test_block_tables_have_gradients(child: Pool, name: str, loads: str) -> None:
     mod = TABLES[name]
-    one = problem(mask=Mask.blocks(16, 32, 0.5, mod), seq_q=45, seq_kv=70, layout=Layout.BSHD)
-    verdict = judged(child, one, queries_loads=loads, keys_loads=loads)
+    problem = make_problem(mask=Mask.blocks(16, 32, 0.5, mod), seq_q=45, seq_kv=70, layout=Layout.BSHD)
+    verdict = judged(child, problem, queries_loads=loads, keys_loads=loads)
     assert verdict.ok, verdict.reason
 
 
 @pytest.mark.parametrize("tiles", [(32, 16, 16, 32), (16, 32, 32, 16)])
 def test_each_head_may_have_a_table_of_its_own(child: Pool, tiles: tuple[int, ...]) -> None:
     names = ("QUERIES_BLOCK_M", "QUERIES_BLOCK_N", "KEYS_BLOCK_N", "KEYS_BLOCK_M")
-    one = problem(mask=Mask.blocks(32, 32, 0.5, "q_idx >= kv_idx"), seq_q=75, seq_kv=70, dtype=DType.FLOAT32)
+    problem = make_problem(mask=Mask.blocks(32, 32, 0.5, "q_idx >= kv_idx"), seq_q=75, seq_kv=70, dtype=DType.FLOAT32)
     chosen: dict[str, Any] = dict(zip(names, tiles, strict=True))
-    verdict = judged(child, one, make=interpreted.tables_of_heads, **chosen)
+    verdict = judged(child, problem, make=interpreted.tables_of_heads, **chosen)
     assert verdict.ok, verdict.reason
 
 
 def test_modified_scores_in_a_block_table_have_gradients(child: Pool) -> None:
     modifiers = Modifiers(softcap=True, alibi=True, bias=Bias.ADDITIVE, sinks=True, dropout=True)
-    one = problem(mask=Mask.blocks(16, 32, 0.6, "q_idx != kv_idx"), modifiers=modifiers, dtype=DType.FLOAT32)
-    verdict = judged(child, one)
+    problem = make_problem(mask=Mask.blocks(16, 32, 0.6, "q_idx != kv_idx"), modifiers=modifiers, dtype=DType.FLOAT32)
+    verdict = judged(child, problem)
     assert verdict.ok, verdict.reason
 
 
 def test_offsets_of_64_bits_and_strides_that_nothing_divides_serve_any_tensors(child: Pool) -> None:
-    one = problem(mask="window:5,-1", layout=Layout.BSHD, head_dim=24, head_dim_v=16)
-    assert judged(child, one, Traits(alignment=1, wide=True)).ok
+    problem = make_problem(mask="window:5,-1", layout=Layout.BSHD, head_dim=24, head_dim_v=16)
+    assert judged(child, problem, Traits(alignment=1, wide=True)).ok
     # Where the TMA unit could not read the tensors, the same variant is rendered with pointers.
-    source = gradient_kernels.source(one, Traits(alignment=1), queries_loads="descriptor", keys_loads="descriptor")
+    source = gradient_kernels.source(problem, Traits(alignment=1), queries_loads="descriptor", keys_loads="descriptor")
     assert "tensordesc" not in source.text
-    assert judged(child, one, source_=source).ok
+    assert judged(child, problem, source_=source).ok
 
 
 @pytest.mark.parametrize("layout", [Layout.BHSD, Layout.BSHD])
 def test_autograd_runs_both_passes(child: Pool, layout: Layout) -> None:
-    one = replace(
-        problem(mask="causal", dtype=DType.FLOAT32, layout=layout, seq_q=37, seq_kv=20, head_dim_v=24), op=Op.FORWARD
+    problem = replace(
+        make_problem(mask="causal", dtype=DType.FLOAT32, layout=layout, seq_q=37, seq_kv=20, head_dim_v=24),
+        op=Op.FORWARD,
     )
     job = Differentiated(
-        forward=kernels.source(one, render.natural_traits(one, lse=True)),
-        backward=gradient_kernels.source(replace(one, op=Op.BACKWARD)),
-        problem=one,
+        forward=kernels.source(problem, render.natural_traits(problem, lse=True)),
+        backward=gradient_kernels.source(replace(problem, op=Op.BACKWARD)),
+        problem=problem,
     )
     errors = child.result(job, interpreted.SECONDS)
     assert not isinstance(errors, Failure), errors.detail
@@ -263,11 +264,11 @@ def test_autograd_runs_both_passes(child: Pool, layout: Layout) -> None:
 
 
 def test_autograd_learns_a_bias(child: Pool) -> None:
-    one = kernels.problem(mask="causal", dtype=DType.FLOAT32, modifiers=Modifiers(bias=Bias.ADDITIVE, softcap=True))
+    problem = kernels.problem(mask="causal", dtype=DType.FLOAT32, modifiers=Modifiers(bias=Bias.ADDITIVE, softcap=True))
     job = Differentiated(
-        forward=kernels.source(one, render.natural_traits(one, lse=True)),
-        backward=gradient_kernels.source(replace(one, op=Op.BACKWARD, modifiers=replace(LEARNED, softcap=True))),
-        problem=one,
+        forward=kernels.source(problem, render.natural_traits(problem, lse=True)),
+        backward=gradient_kernels.source(replace(problem, op=Op.BACKWARD, modifiers=replace(LEARNED, softcap=True))),
+        problem=problem,
         learned=Learned(bias=True),
     )
     errors = child.result(job, interpreted.SECONDS)
@@ -278,12 +279,12 @@ def test_autograd_learns_a_bias(child: Pool) -> None:
 
 def test_autograd_learns_slopes(child: Pool) -> None:
     modifiers = Modifiers(alibi=True, softcap=True)
-    one = kernels.problem(mask="causal", dtype=DType.FLOAT32, modifiers=modifiers)
-    asked = replace(one, op=Op.BACKWARD, modifiers=replace(modifiers, learned_slopes=True))
+    problem = kernels.problem(mask="causal", dtype=DType.FLOAT32, modifiers=modifiers)
+    backward_problem = replace(problem, op=Op.BACKWARD, modifiers=replace(modifiers, learned_slopes=True))
     job = Differentiated(
-        forward=kernels.source(one, render.natural_traits(one, lse=True)),
-        backward=gradient_kernels.source(asked),
-        problem=one,
+        forward=kernels.source(problem, render.natural_traits(problem, lse=True)),
+        backward=gradient_kernels.source(backward_problem),
+        problem=problem,
         learned=Learned(slopes=True),
     )
     errors = child.result(job, interpreted.SECONDS)
@@ -320,7 +321,7 @@ SPOILT = {
 }  # fmt: skip
 
 
-WHOLE = problem(batch=1, mask="causal", seq_q=41, seq_kv=23)
+WHOLE = make_problem(batch=1, mask="causal", seq_q=41, seq_kv=23)
 
 
 def test_the_gate_takes_the_kernel_that_is_spoilt_below(child: Pool) -> None:
@@ -329,28 +330,30 @@ def test_the_gate_takes_the_kernel_that_is_spoilt_below(child: Pool) -> None:
 
 @pytest.mark.parametrize("change", SPOILT.values(), ids=SPOILT.keys())
 def test_the_gate_sees_what_is_wrong(child: Pool, change: tuple[str, str], request: pytest.FixtureRequest) -> None:
-    one = WHOLE
+    problem = WHOLE
     if "table" in request.node.name:
-        one = problem(batch=1, mask=Mask.blocks(16, 16, 0.5, "q_idx > kv_idx"), seq_q=41, seq_kv=23)
+        problem = make_problem(batch=1, mask=Mask.blocks(16, 16, 0.5, "q_idx > kv_idx"), seq_q=41, seq_kv=23)
     if "grow" in request.node.name:
-        one = problem(mask="causal", seq_q=21, seq_kv=23, modifiers=Modifiers(score_mod="tanh(score) * 2"))
+        problem = make_problem(mask="causal", seq_q=21, seq_kv=23, modifiers=Modifiers(score_mod="tanh(score) * 2"))
     if "slope" in request.node.name:
-        one = problem(mask="full", seq_q=21, seq_kv=23, modifiers=replace(SLOPED, softcap=True), dtype=DType.FLOAT32)
+        problem = make_problem(
+            mask="full", seq_q=21, seq_kv=23, modifiers=replace(SLOPED, softcap=True), dtype=DType.FLOAT32
+        )
     if "bias" in request.node.name:
-        one = problem(mask="causal", seq_q=21, seq_kv=23, modifiers=replace(LEARNED, softcap=True))
-    source = gradient_kernels.source(one)
+        problem = make_problem(mask="causal", seq_q=21, seq_kv=23, modifiers=replace(LEARNED, softcap=True))
+    source = gradient_kernels.source(problem)
     assert change[0] in source.text
     spoilt = replace(source, text=source.text.replace(*change))
-    assert not judged(child, one, source_=spoilt).ok
+    assert not judged(child, problem, source_=spoilt).ok
 
 
 def test_the_gate_sees_a_row_without_keys_whose_lse_stays_minus_infinity(child: Pool) -> None:
     """What a bias hides has a score of -inf, and -inf less -inf is NaN; a mask's tests would hide that."""
     hidden = Modifiers(bias=Bias.BOOLEAN)
-    one = problem(batch=1, mask="causal", seq_q=41, seq_kv=23, dtype=DType.FLOAT32, modifiers=hidden)
-    source = gradient_kernels.source(one)
+    problem = make_problem(batch=1, mask="causal", seq_q=41, seq_kv=23, dtype=DType.FLOAT32, modifiers=hidden)
+    source = gradient_kernels.source(problem)
     right = 'tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)'
     assert right in source.text
-    assert judged(child, one, source_=source).ok
-    verdict = judged(child, one, source_=replace(source, text=source.text.replace(right, "lse * LOG2E")))
+    assert judged(child, problem, source_=source).ok
+    verdict = judged(child, problem, source_=replace(source, text=source.text.replace(right, "lse * LOG2E")))
     assert "NaN" in verdict.reason

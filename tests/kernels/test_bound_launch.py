@@ -71,11 +71,13 @@ def card(zeros_on_the_host: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     triton.runtime.driver._active = before
 
 
-def kernel(card: Card, **launcher: Any) -> tuple[Kernel, dict[str, object]]:
+def kernel_and_arguments(card: Card, **launcher: Any) -> tuple[Kernel, dict[str, object]]:
     """A Gluon kernel beneath the installed Triton's own wrapper, and a call's arguments."""
-    one = kernels.problem(head_dim=64, seq_q=256, seq_kv=256, mask="causal", batch=1, heads_q=2, heads_kv=2)
-    variant = Variant.of(TEMPLATE, search_space.load(TEMPLATE).default(one, H200).as_dict() | {"schedule": "dynamic"})
-    module = compiler.load_module(render.render(one, variant))
+    problem = kernels.problem(head_dim=64, seq_q=256, seq_kv=256, mask="causal", batch=1, heads_q=2, heads_kv=2)
+    variant = Variant.of(
+        TEMPLATE, search_space.load(TEMPLATE).default(problem, H200).as_dict() | {"schedule": "dynamic"}
+    )
+    module = compiler.load_module(render.render(problem, variant))
     signature = dict(enumerate(module.SIGNATURE.values()))
     facts: dict[str, Any] = {
         "launch": wrap_handle_tensordesc(card.launch, signature, [FACTS] * len(module.DESCRIPTORS)),
@@ -92,9 +94,11 @@ def kernel(card: Card, **launcher: Any) -> tuple[Kernel, dict[str, object]]:
         packed_metadata="metadata",
         launch_metadata=lambda grid, stream, *given: "facts",
     )
-    operands = inputs.make(one, device=torch.device("cpu"), generator=torch.Generator().manual_seed(0))
-    made = Kernel(source=None, module=module, compiled=compiled, device=torch.device("cuda", 0), sm_count=4)  # type: ignore[arg-type]
-    return made, forward.launch_arguments(made, one, operands, forward.empty_output(one, operands.query), None)
+    operands = inputs.make(problem, device=torch.device("cpu"), generator=torch.Generator().manual_seed(0))
+    kernel = Kernel(source=None, module=module, compiled=compiled, device=torch.device("cuda", 0), sm_count=4)  # type: ignore[arg-type]
+    return kernel, forward.launch_arguments(
+        kernel, problem, operands, forward.empty_output(problem, operands.query), None
+    )
 
 
 def passed(hooks: tuple[object, object, object], arguments: list[Any]) -> tuple[Any, ...]:
@@ -111,44 +115,50 @@ def arguments_of(launched: tuple[Any, ...]) -> list[Any]:
 
 
 def bind(card: Card, **launcher: Any) -> Bound:
-    made, arguments = kernel(card, **launcher)
-    return bound_launch.bind(made, (5,), arguments, POINTERS, ("scratch_ptr", 300))
+    kernel, arguments = kernel_and_arguments(card, **launcher)
+    return bound_launch.bind(kernel, (5,), arguments, POINTERS, ("scratch_ptr", 300))
 
 
 def test_the_c_function_gets_what_tritons_own_wrapper_passes_on(card: Card) -> None:
-    made, arguments = kernel(card)
+    kernel, arguments = kernel_and_arguments(card)
     moved = {
-        name: Descriptor(address=ADDRESSES[POINTERS.index(f"{name}_ptr")], shape=one.shape, strides=one.strides)
-        for name, one in arguments.items()
-        if isinstance(one, Descriptor)
+        name: Descriptor(
+            address=ADDRESSES[POINTERS.index(f"{name}_ptr")], shape=argument.shape, strides=argument.strides
+        )
+        for name, argument in arguments.items()
+        if isinstance(argument, Descriptor)
     }
     moved |= {name: address for name, address in zip(POINTERS, ADDRESSES, strict=False) if address}
-    ordered = [(arguments | moved)[name] for name in made.module.SIGNATURE]
-    made.compiled.run.launch(*passed((None, None, None), ordered))
-    bound_launch.bind(made, (5,), arguments, POINTERS, ("scratch_ptr", 300))(ADDRESSES)
+    ordered = [(arguments | moved)[name] for name in kernel.module.SIGNATURE]
+    kernel.compiled.run.launch(*passed((None, None, None), ordered))
+    bound_launch.bind(kernel, (5,), arguments, POINTERS, ("scratch_ptr", 300))(ADDRESSES)
     by_triton, by_us = card.launched
     assert by_us == by_triton
-    assert len(card.encoded) == 2 * len(made.module.DESCRIPTORS)
+    assert len(card.encoded) == 2 * len(kernel.module.DESCRIPTORS)
 
 
 def test_a_resized_launch_is_the_one_that_is_bound_at_other_sizes(card: Card) -> None:
-    made, arguments = kernel(card)
-    first = bound_launch.bind(made, (5,), arguments, POINTERS, ("scratch_ptr", 300), forward.SIZED)
+    kernel, arguments = kernel_and_arguments(card)
+    first = bound_launch.bind(kernel, (5,), arguments, POINTERS, ("scratch_ptr", 300), forward.SIZED)
     grown = {
-        name: replace(one, shape=(*one.shape[:2], one.shape[2] + 7, one.shape[3])) if name.startswith("key") else one
-        for name, one in arguments.items()
-        if isinstance(one, Descriptor)
+        name: replace(argument, shape=(*argument.shape[:2], argument.shape[2] + 7, argument.shape[3]))
+        if name.startswith("key")
+        else argument
+        for name, argument in arguments.items()
+        if isinstance(argument, Descriptor)
     }
     numbers = tuple(range(1000, 1000 + len(forward.SIZED)))
     changed = {**arguments, **grown, **dict(zip(forward.SIZED, numbers, strict=True))}
-    second = bound_launch.bind(made, (9,), changed, POINTERS, ("scratch_ptr", 400), forward.SIZED)
-    boxes = {described(name): (one.shape, one.strides) for name, one in grown.items()}
+    second = bound_launch.bind(kernel, (9,), changed, POINTERS, ("scratch_ptr", 400), forward.SIZED)
+    boxes = {described(name): (descriptor.shape, descriptor.strides) for name, descriptor in grown.items()}
     resized = bound_launch.resize(first, (9,), numbers, boxes, 400)
     for launch in (second, resized):
         launch(ADDRESSES)
     assert card.launched[0] == card.launched[1]
     assert resized.zeros == second.zeros
-    assert [maps.axes for _, _, maps in resized.maps] == [(one.shape, one.strides) for one in grown.values()]
+    assert [maps.axes for _, _, maps in resized.maps] == [
+        (descriptor.shape, descriptor.strides) for descriptor in grown.values()
+    ]
     kept = [new is old for (_, _, new), (_, _, old) in zip(resized.maps, first.maps, strict=True)]
     assert kept == [name != "key" for name in resized.form.described], "what did not change is not encoded again"
 
@@ -184,7 +194,9 @@ def test_encoded_descriptors_do_not_pile_up(card: Card, monkeypatch: pytest.Monk
         for launch in launches:
             launch((16 * step, *ADDRESSES[1:]))
             assert arguments_of(card.launched[-1])[0][1] == 16 * step
-            assert sum(len(maps) for one in launches for _, _, maps in one.maps) == len(bound_launch.filled_maps) <= 10
+            assert (
+                sum(len(maps) for bound in launches for _, _, maps in bound.maps) == len(bound_launch.filled_maps) <= 10
+            )
 
 
 @pytest.mark.parametrize(
@@ -193,21 +205,21 @@ def test_encoded_descriptors_do_not_pile_up(card: Card, monkeypatch: pytest.Monk
     ids=["memory of its own", "another wrapper", "no wrapper"],
 )
 def test_where_triton_has_another_launcher_it_serves_with_descriptors(card: Card, launcher: dict[str, Any]) -> None:
-    made, arguments = kernel(card, **launcher)
+    kernel, arguments = kernel_and_arguments(card, **launcher)
     seen: list[tuple[Any, ...]] = []
-    made.compiled.run = type("Run", (SimpleNamespace,), {"__call__": lambda self, *given: seen.append(given)})(
-        **vars(made.compiled.run)
+    kernel.compiled.run = type("Run", (SimpleNamespace,), {"__call__": lambda self, *given: seen.append(given)})(
+        **vars(kernel.compiled.run)
     )
-    bound_launch.bind(made, (5,), arguments, POINTERS, ("scratch_ptr", 300))(ADDRESSES)
+    bound_launch.bind(kernel, (5,), arguments, POINTERS, ("scratch_ptr", 300))(ADDRESSES)
     assert seen[0][:8] == (*GRID, 7, "function", "metadata", None, None)
-    assert [one.address for one in seen[0] if isinstance(one, Descriptor)] == [16, 32, 48, 64]
-    assert len(seen[0]) == 9 + len(made.module.SIGNATURE)
+    assert [argument.address for argument in seen[0] if isinstance(argument, Descriptor)] == [16, 32, 48, 64]
+    assert len(seen[0]) == 9 + len(kernel.module.SIGNATURE)
 
 
 def test_another_triton_is_not_called_past_its_launcher(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.12.0")
-    made, arguments = kernel(card)
-    assert bound_launch.bind(made, (5,), arguments, POINTERS, ("scratch_ptr", 300)).form.launch is made.compiled.run
+    kernel, arguments = kernel_and_arguments(card)
+    assert bound_launch.bind(kernel, (5,), arguments, POINTERS, ("scratch_ptr", 300)).form.launch is kernel.compiled.run
 
 
 def test_hooks_are_called_by_the_c_function(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,12 +242,12 @@ def taken(card: Card, launch: Bound) -> int:
 
 
 def test_launches_take_the_zeros_of_their_stream(card: Card) -> None:
-    one, other = bind(card), bind(card)
-    first = taken(card, one)
-    assert first == POOLS["scratch_ptr"].buffer(0, 7, 300).address
-    assert taken(card, other) == first
+    first, second = bind(card), bind(card)
+    address = taken(card, first)
+    assert address == POOLS["scratch_ptr"].buffer(0, 7, 300).address
+    assert taken(card, second) == address
     card.stream = 8
-    assert taken(card, one) == POOLS["scratch_ptr"].buffer(0, 8, 300).address != first
+    assert taken(card, first) == POOLS["scratch_ptr"].buffer(0, 8, 300).address != address
 
 
 def test_a_call_that_brings_its_own_zeros_keeps_them(card: Card) -> None:

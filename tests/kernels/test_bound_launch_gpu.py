@@ -61,8 +61,8 @@ def test_each_launch_leaves_the_counters_at_zero(trips: bool) -> None:
 
 def test_streams_run_at_once_and_each_has_its_own() -> None:
     (call, wanted), (other, of_other) = prepared_call(), prepared_call(trips=True)
-    for found, right in zip(streams.at_once([other, call], 20), (of_other, wanted), strict=True):
-        assert all(torch.equal(one, right) for one in found)
+    for outputs, right in zip(streams.at_once([other, call], 20), (of_other, wanted), strict=True):
+        assert all(torch.equal(output, right) for output in outputs)
     assert len(SCRATCH.buffers) == 1 + streams.STREAMS
 
 
@@ -88,8 +88,8 @@ def test_graphs_are_replayed_beside_one_another_and_beside_calls() -> None:
         assert torch.equal(call(), wanted)
 
     outputs = streams.replayed([call, other, call], 10, beside=beside)
-    for made, right in zip(outputs, (wanted, of_other, wanted), strict=True):
-        assert all(torch.equal(one, right) for one in made)
+    for replays, right in zip(outputs, (wanted, of_other, wanted), strict=True):
+        assert all(torch.equal(output, right) for output in replays)
 
 
 def test_a_thread_in_which_pytorch_did_nothing_may_launch() -> None:
@@ -97,7 +97,7 @@ def test_a_thread_in_which_pytorch_did_nothing_may_launch() -> None:
     prepared_call()
     others = [three() for _ in range(4)]
     expected = [autoattn.attention(*(tensor.clone() for tensor in tensors), **CAUSAL) for tensors in others]
-    found: list[tuple[int, Tensor]] = []
-    together(lambda number: found.append((number, autoattn.attention(*others[number], **CAUSAL))))
-    assert len(found) == len(others)
-    assert all(torch.equal(output, expected[number]) for number, output in found)
+    outputs: list[tuple[int, Tensor]] = []
+    together(lambda number: outputs.append((number, autoattn.attention(*others[number], **CAUSAL))))
+    assert len(outputs) == len(others)
+    assert all(torch.equal(output, expected[number]) for number, output in outputs)

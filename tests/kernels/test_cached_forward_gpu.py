@@ -28,23 +28,23 @@ TILES: list[dict[str, Any]] = [
 ]
 
 
-def problem(cache: str) -> Problem:
+def make_problem(cache: str) -> Problem:
     sizes = {"batch": len(LENGTHS), "heads_q": HEADS, "heads_kv": HEADS_KV, "seq_q": 1, "seq_kv": CAPACITY}
     return kernels.problem(
         **sizes, head_dim=DIM, dtype=DType.BFLOAT16, mask="full", layout=Layout.BSHD, cache=KeyCache.parse(cache)
     )
 
 
-def operands(one: Problem) -> tuple[Operands, Tensor]:
+def operands(problem: Problem) -> tuple[Operands, Tensor]:
     """A cache whose keys behind the lengths are NaN and whose pages there do not exist; and the output in float32."""
-    assert one.cache is not None
-    page = one.cache.page or CAPACITY
+    assert problem.cache is not None
+    page = problem.cache.page or CAPACITY
     columns = CAPACITY // page
     key, value = (
-        torch.randn(one.batch, CAPACITY, HEADS_KV, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+        torch.randn(problem.batch, CAPACITY, HEADS_KV, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2)
     )
-    query = torch.randn(one.batch, HEADS, 1, DIM, device="cuda", dtype=torch.bfloat16)
-    expected = torch.zeros(one.batch, HEADS, 1, DIM, device="cuda")
+    query = torch.randn(problem.batch, HEADS, 1, DIM, device="cuda", dtype=torch.bfloat16)
+    expected = torch.zeros(problem.batch, HEADS, 1, DIM, device="cuda")
     for row, length in enumerate(LENGTHS):
         keys, values = (
             tensor[row, :length].float().transpose(0, 1).repeat_interleave(HEADS // HEADS_KV, 0)
@@ -54,8 +54,8 @@ def operands(one: Problem) -> tuple[Operands, Tensor]:
             expected[row] = (query[row].float() @ keys.mT * DIM**-0.5).softmax(-1) @ values
         key[row, length:] = value[row, length:] = torch.nan
     table = None
-    if one.cache.page:
-        table = torch.randperm(one.batch * columns, device="cuda").int().view(one.batch, columns)
+    if problem.cache.page:
+        table = torch.randperm(problem.batch * columns, device="cuda").int().view(problem.batch, columns)
         key, value = (
             torch.empty_like(tensor)
             .view(-1, page, HEADS_KV, DIM)
@@ -74,13 +74,13 @@ def operands(one: Problem) -> tuple[Operands, Tensor]:
 def test_a_first_block_ahead_gives_the_output_of_the_keys_that_are_there_and_the_same_bits_each_time(
     cache: str, tile: dict[str, Any]
 ) -> None:
-    one = problem(cache)
-    source = kernels.source(one, num_warps=4, PACK_GQA=1, **{**AHEAD, **tile})
+    problem = make_problem(cache)
+    source = kernels.source(problem, num_warps=4, PACK_GQA=1, **{**AHEAD, **tile})
     kernel = compiler.load(source, torch.device("cuda", 0))
-    given, expected = operands(one)
+    given, expected = operands(problem)
     outputs = []
     for _ in range(LAUNCHES):
-        outputs.append(forward.empty_output(one, given.query))
-        forward.launch(kernel, one, given, outputs[-1], None)
+        outputs.append(forward.empty_output(problem, given.query))
+        forward.launch(kernel, problem, given, outputs[-1], None)
     torch.testing.assert_close(outputs[0].float(), expected, atol=0.01, rtol=0.01)
     assert all(torch.equal(output, outputs[0]) for output in outputs)

@@ -83,14 +83,14 @@ def test_head_dims_modifiers_and_products_match_the_reference(child: Pool, chang
 
 def test_programs_are_shared_out_among_more_sequences_than_a_vector_has(child: Pool) -> None:
     lengths = tuple(7 * place % (CAPACITY + 1) for place in range(130))
-    one = cached.problem(PAGED, lengths, heads_q=1, heads_kv=1, seq_q=1)
-    cached.check(child, one, lengths, SPLITS=4, SHARED_PROGRAMS=64)
+    problem = cached.problem(PAGED, lengths, heads_q=1, heads_kv=1, seq_q=1)
+    cached.check(child, problem, lengths, SPLITS=4, SHARED_PROGRAMS=64)
 
 
 def test_permuted_pages_give_the_same_bits(child: Pool) -> None:
-    one = cached.problem(PAGED, mask="causal")
-    first, second = (cached.run(child, one, seed=seed, PACK_GQA=1, SPLITS=2) for seed in (1, 2))
-    assert not torch.equal(cached.operands(one, seed=1).key, cached.operands(one, seed=2).key)
+    problem = cached.problem(PAGED, mask="causal")
+    first, second = (cached.run(child, problem, seed=seed, PACK_GQA=1, SPLITS=2) for seed in (1, 2))
+    assert not torch.equal(cached.operands(problem, seed=1).key, cached.operands(problem, seed=2).key)
     assert all(torch.equal(left, right) for left, right in zip(first, second, strict=True))
 
 
@@ -116,9 +116,9 @@ def test_lengths_of_nothing_give_zero_and_an_lse_of_minus_infinity(child: Pool) 
 
 @pytest.mark.parametrize("cache", [CONTIGUOUS, KeyCache(page=16)], ids=str)
 def test_lengths_that_lie_stop_at_the_end_of_the_cache_and_at_zero(child: Pool, cache: KeyCache) -> None:
-    one = cached.problem(cache, (CAPACITY, 0), batch=2)
-    honest = cached.run(child, one, lengths=(CAPACITY, 0))
-    lying = cached.run(child, one, lengths=(CAPACITY, 0), told=(2**31 - 1, -5))
+    problem = cached.problem(cache, (CAPACITY, 0), batch=2)
+    honest = cached.run(child, problem, lengths=(CAPACITY, 0))
+    lying = cached.run(child, problem, lengths=(CAPACITY, 0), told=(2**31 - 1, -5))
     assert all(torch.equal(left, right) for left, right in zip(honest, lying, strict=True))
 
 
@@ -129,26 +129,26 @@ def test_lengths_that_lie_stop_at_the_end_of_the_cache_and_at_zero(child: Pool, 
 def test_the_gate_asks_whether_a_sequence_has_the_same_bits_in_every_batch(
     child: Pool, text: str, packed: bool
 ) -> None:
-    one = cached.problem(KeyCache.parse(text), packed=packed, mask="full")
-    kind, source = rehearsal.structure(one, kernels.variant(SPLITS=2))
+    problem = cached.problem(KeyCache.parse(text), packed=packed, mask="full")
+    kind, source = rehearsal.structure(problem, kernels.variant(SPLITS=2))
     verdict = child.result(Rehearse(problem=kind, source=source), SECONDS)
     assert isinstance(verdict, Verdict), verdict
     assert verdict.ok, verdict.reason
 
 
 def test_values_that_are_no_finite_numbers_stay_in_the_rows_that_see_them_where_a_block_is_ahead(child: Pool) -> None:
-    one = cached.problem(PAGED, mask="causal")
+    problem = cached.problem(PAGED, mask="causal")
     changes: dict[str, Any] = {"SPLITS": 2, "first_block": "ahead", "parts_read": "at_once", "mask_loop": "every"}
-    kind, source = rehearsal.structure(one, kernels.variant(**changes))
+    kind, source = rehearsal.structure(problem, kernels.variant(**changes))
     verdict = child.result(Rehearse(problem=kind, source=source), SECONDS)
     assert isinstance(verdict, Verdict), verdict
     assert verdict.ok, verdict.reason
 
 
 def test_the_gate_refuses_a_kernel_that_cuts_a_sequence_by_those_that_share_its_batch(child: Pool) -> None:
-    one = cached.problem(KeyCache(splits=4), mask="full")
-    source = kernels.source(one, SPLITS=4, SHARED_PROGRAMS=8)
-    verdict = child.result(Rehearse(problem=one, source=source), SECONDS)
+    problem = cached.problem(KeyCache(splits=4), mask="full")
+    source = kernels.source(problem, SPLITS=4, SHARED_PROGRAMS=8)
+    verdict = child.result(Rehearse(problem=problem, source=source), SECONDS)
     assert isinstance(verdict, Verdict), verdict
     assert "other bits alone" in verdict.reason
 
@@ -158,8 +158,8 @@ def test_the_gate_refuses_a_kernel_that_cuts_a_sequence_by_those_that_share_its_
     diagonal(("paged:16", "paged:3", "contiguous,rows,leftpad", "paged:16,float8_e4m3"), (Layout.BSHD, Layout.PACKED)),
 )
 def test_a_rehearsal_passes_the_gate(child: Pool, text: str, layout: Layout) -> None:
-    one = cached.problem(KeyCache.parse(text), packed=layout is Layout.PACKED, mask="causal")
-    kind, source = rehearsal.structure(one, kernels.variant(PACK_GQA=1, SPLITS=2))
+    problem = cached.problem(KeyCache.parse(text), packed=layout is Layout.PACKED, mask="causal")
+    kind, source = rehearsal.structure(problem, kernels.variant(PACK_GQA=1, SPLITS=2))
     verdict = child.result(Rehearse(problem=kind, source=source), SECONDS)
     assert isinstance(verdict, Verdict), verdict
     assert verdict.ok, verdict.reason
@@ -176,10 +176,10 @@ def test_a_rehearsal_passes_the_gate(child: Pool, text: str, layout: Layout) -> 
     ],
 )
 def test_the_gate_refuses_a_kernel_that_reads_other_keys(child: Pool, right: str, wrong: str) -> None:
-    one = cached.problem(KeyCache(page=32, float8="scale" in right))
-    source = kernels.source(one)
+    problem = cached.problem(KeyCache(page=32, float8="scale" in right))
+    source = kernels.source(problem)
     assert right in source.text
     broken = replace(source, text=source.text.replace(right, wrong))
-    verdict = child.result(Rehearse(problem=one, source=broken), SECONDS)
+    verdict = child.result(Rehearse(problem=problem, source=broken), SECONDS)
     assert isinstance(verdict, Verdict), verdict
     assert not verdict.ok

@@ -115,7 +115,7 @@ def test_what_a_bias_holds_is_a_trait(dtype: torch.dtype, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "made", "alignment"),
+    ("dtype", "view", "alignment"),
     [
         (torch.float16, lambda full: full[..., :40], 8),
         (torch.float16, lambda full: full[:, :, :1, :40].expand(2, 3, 4, 40), 8),  # queries share it
@@ -128,8 +128,8 @@ def test_what_a_bias_holds_is_a_trait(dtype: torch.dtype, name: str) -> None:
         (torch.bool, lambda full: full[:, :, :1, :48], 0),  # of keys alone, which each are loaded once
     ],
 )
-def test_how_wide_a_bias_may_be_loaded_is_a_trait(dtype: torch.dtype, made: Any, alignment: int) -> None:
-    bias = made(zeros(2, 3, 4, 80, dtype=dtype))
+def test_how_wide_a_bias_may_be_loaded_is_a_trait(dtype: torch.dtype, view: Any, alignment: int) -> None:
+    bias = view(zeros(2, 3, 4, 80, dtype=dtype))
     assert forward.traits_of(zeros(2, 3, 4, 64), bias=bias).bias_alignment == alignment
 
 
@@ -165,8 +165,8 @@ def test_a_tensor_that_starts_inside_an_element_is_refused() -> None:
     ],
 )
 def test_the_output_lies_in_memory_as_the_query_without_gaps(query: Tensor, strides: tuple[int, ...]) -> None:
-    one = kernels.problem(heads_q=6, heads_kv=3, seq_q=5, seq_kv=7, head_dim=24, head_dim_v=40)
-    output = forward.empty_output(one, query)
+    problem = kernels.problem(heads_q=6, heads_kv=3, seq_q=5, seq_kv=7, head_dim=24, head_dim_v=40)
+    output = forward.empty_output(problem, query)
     assert (output.shape, output.dtype, output.stride()) == ((2, 6, 5, 40), HALF, strides)
 
 
@@ -180,12 +180,12 @@ def test_an_output_of_wider_rows_than_the_query_may_reach_far_where_heads_lie_wi
 
 
 def test_the_output_has_the_values_head_dim_and_is_bfloat16_for_float8() -> None:
-    one = kernels.problem(dtype=DType.FLOAT8, head_dim=24, head_dim_v=40)
-    output = forward.empty_output(one, zeros(2, 4, 33, 24).to(torch.float8_e4m3fn))
+    problem = kernels.problem(dtype=DType.FLOAT8, head_dim=24, head_dim_v=40)
+    output = forward.empty_output(problem, zeros(2, 4, 33, 24).to(torch.float8_e4m3fn))
     assert (output.shape, output.dtype) == ((2, 4, 33, 40), torch.bfloat16)
 
 
-def launched_with(one: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> dict[str, Any]:
+def launched_with(problem: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> dict[str, Any]:
     """The arguments and the grid of a launch."""
     seen: dict[str, Any] = {}
 
@@ -194,15 +194,15 @@ def launched_with(one: Problem, operands: Operands, output: Tensor, lse: Tensor 
 
     module = SimpleNamespace(grid=lambda *sizes: ("grid", *sizes))
     kernel: Any = SimpleNamespace(launch=launch, sm_count=7, manifest=manifest.of(module), before=None, dealt={})
-    forward.launch(kernel, one, operands, output, lse)
+    forward.launch(kernel, problem, operands, output, lse)
     return seen
 
 
 def test_a_launch_passes_sizes_strides_and_the_scale_by_name() -> None:
-    one = kernels.problem(heads_q=6, heads_kv=3, seq_q=5, seq_kv=7, head_dim=24, mask="window:3,2")
+    problem = kernels.problem(heads_q=6, heads_kv=3, seq_q=5, seq_kv=7, head_dim=24, mask="window:3,2")
     query, key, value = zeros(2, 6, 5, 24), zeros(2, 3, 70, 24).mT.contiguous().mT[:, :, ::10], zeros(2, 3, 7, 24)
     output, lse = zeros(2, 6, 8, 24)[:, :, :5], torch.zeros(2, 6, 5)
-    launched = launched_with(one, Operands(query=query, key=key, value=value, scale=0.25), output, lse)
+    launched = launched_with(problem, Operands(query=query, key=key, value=value, scale=0.25), output, lse)
     pointers = {"query_ptr": query, "key_ptr": key, "value_ptr": value, "output_ptr": output, "lse_ptr": lse}
     for name, tensor in pointers.items():
         assert launched[name] is tensor
@@ -235,23 +235,23 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_launch_has_every_argument_that_a_signature_names(kind: str) -> None:
-    one = kernels.problem(**KINDS[kind])
-    operands = inputs.make(one, torch.device("cpu"), torch.Generator().manual_seed(0))
-    output = forward.empty_output(one, operands.query)
+    problem = kernels.problem(**KINDS[kind])
+    operands = inputs.make(problem, torch.device("cpu"), torch.Generator().manual_seed(0))
+    output = forward.empty_output(problem, operands.query)
     lse = torch.zeros(output.shape[:3])
     tensors = operands.query, operands.key, operands.value, output
     traits = replace(forward.traits_of(*tensors, lse=True, bias=operands.bias), alignment=1)
-    source = kernels.source(one, traits)
-    launched = launched_with(one, operands, output, lse)
+    source = kernels.source(problem, traits)
+    launched = launched_with(problem, operands, output, lse)
     missing = [name for name in load_module(source).SIGNATURE if name not in launched or launched[name] is None]
     assert missing == []
 
 
 def test_booleans_of_a_bias_travel_as_bytes() -> None:
-    one = kernels.problem(modifiers=Modifiers(bias=Bias.BOOLEAN))
-    operands = inputs.make(one, torch.device("cpu"), torch.Generator().manual_seed(0))
+    problem = kernels.problem(modifiers=Modifiers(bias=Bias.BOOLEAN))
+    operands = inputs.make(problem, torch.device("cpu"), torch.Generator().manual_seed(0))
     assert operands.bias is not None
-    launched = launched_with(one, operands, forward.empty_output(one, operands.query), None)
+    launched = launched_with(problem, operands, forward.empty_output(problem, operands.query), None)
     assert launched["bias_ptr"].dtype is torch.uint8
     assert launched["bias_ptr"].data_ptr() == operands.bias.data_ptr()
     assert tuple(launched[f"stride_b{axis}"] for axis in "bhsn") == operands.bias.stride()

@@ -49,8 +49,8 @@ def test_every_window_matches_the_reference(child: Pool, point: dict[str, Any]) 
 def test_every_place_of_a_windows_edge_in_a_block_matches_the_reference(
     child: Pool, left: int, block_m: int, block_n: int
 ) -> None:
-    one = small(heads_q=1, seq_q=65, seq_kv=70, mask=f"window:{left},0")
-    result = run(child, one, BLOCK_M=block_m, BLOCK_N=block_n)
+    problem = small(heads_q=1, seq_q=65, seq_kv=70, mask=f"window:{left},0")
+    result = run(child, problem, BLOCK_M=block_m, BLOCK_N=block_n)
     assert result.ok, result
 
 
@@ -66,13 +66,15 @@ def test_every_place_of_a_windows_edge_in_a_block_matches_the_reference(
     ],
 )
 def test_a_window_that_is_wrong_by_one_is_seen(child: Pool, mask: str, right: str, wrong: str) -> None:
-    one = small(mask=mask)
-    assert not interpreted.result(child, Run(source=broken(one, right, wrong), problem=one, make=interpreted.dense)).ok
+    problem = small(mask=mask)
+    assert not interpreted.result(
+        child, Run(source=broken(problem, right, wrong), problem=problem, make=interpreted.dense)
+    ).ok
 
 
-def broken(one: Problem, right: str, wrong: str, **changes: Any) -> Source:
+def broken(problem: Problem, right: str, wrong: str, **changes: Any) -> Source:
     """The kernel with a fault planted in its text."""
-    source = kernels.source(one, **changes)
+    source = kernels.source(problem, **changes)
     assert right in source.text
     return replace(source, text=source.text.replace(right, wrong))
 
@@ -87,17 +89,17 @@ def broken(one: Problem, right: str, wrong: str, **changes: Any) -> Source:
 def test_packed_sequences_match_the_reference(child: Pool, point: dict[str, Any]) -> None:
     """Empty ones, ones with keys or queries alone, and a tail: its output is 0 and its LSE -inf."""
     point = dict(point)
-    one = interpreted.packed(heads_q=2, heads_kv=1, mask=point.pop("mask"))
-    result = run(child, one, interpreted.ragged, sm_count=3, **point)
+    problem = interpreted.packed(heads_q=2, heads_kv=1, mask=point.pop("mask"))
+    result = run(child, problem, interpreted.ragged, sm_count=3, **point)
     assert result.blind_zero
     assert result.lse_blind
     assert result.ok, result
 
 
 def test_a_packed_kernel_that_looks_past_a_sequence_is_seen(child: Pool) -> None:
-    one = interpreted.packed(heads_q=2, heads_kv=1)
-    source = broken(one, "seq_kv = tl.where(start_m < seq_q, tl.maximum(seq_kv, 0), 0)", "seq_kv += 1")
-    assert not interpreted.result(child, Run(source=source, problem=one, make=interpreted.ragged)).ok
+    problem = interpreted.packed(heads_q=2, heads_kv=1)
+    source = broken(problem, "seq_kv = tl.where(start_m < seq_q, tl.maximum(seq_kv, 0), 0)", "seq_kv += 1")
+    assert not interpreted.result(child, Run(source=source, problem=problem, make=interpreted.ragged)).ok
 
 
 # --- head dims and precisions -----------------------------------------------------------------------------------------
@@ -110,16 +112,16 @@ def test_a_packed_kernel_that_looks_past_a_sequence_is_seen(child: Pool) -> None
 )  # fmt: skip
 @pytest.mark.parametrize("split", [0, 1])
 def test_head_dims_of_their_own_match_the_reference(child: Pool, head_dim: int, head_dim_v: int, split: int) -> None:
-    one = small(seq_q=7, seq_kv=21, head_dim=head_dim, head_dim_v=head_dim_v, mask="causal")
-    result = run(child, one, HEAD_SPLIT=split)
+    problem = small(seq_q=7, seq_kv=21, head_dim=head_dim, head_dim_v=head_dim_v, mask="causal")
+    result = run(child, problem, HEAD_SPLIT=split)
     assert result.ok, result
 
 
 @pytest.mark.parametrize("precision", [Precision.IEEE, Precision.TF32X3])
 @pytest.mark.parametrize("softmax", SOFTMAXES)
 def test_float32_keeps_its_precision(child: Pool, precision: Precision, softmax: str) -> None:
-    one = small(dtype=DType.FLOAT32, precision=precision, head_dim=24, mask="window:9,3")
-    result = run(child, one, softmax=softmax)
+    problem = small(dtype=DType.FLOAT32, precision=precision, head_dim=24, mask="window:9,3")
+    result = run(child, problem, softmax=softmax)
     assert result.ok, result
     assert result.max_error < 2e-5
 
@@ -154,19 +156,19 @@ def test_every_modifier_matches_the_reference(child: Pool, point: dict[str, Any]
 
 @pytest.mark.parametrize("seq_kv", [35, 48], ids=["loaded one by one", "loaded by 16 bytes"])
 def test_a_row_of_a_bias_that_queries_share_matches_the_reference(child: Pool, seq_kv: int) -> None:
-    one = small(batch=2, seq_q=19, seq_kv=seq_kv, mask="causal", modifiers=MODIFIERS["additive"])
-    traits = interpreted.traits_for(one, interpreted.biased_by_row, lse=True)
+    problem = small(batch=2, seq_q=19, seq_kv=seq_kv, mask="causal", modifiers=MODIFIERS["additive"])
+    traits = interpreted.traits_for(problem, interpreted.biased_by_row, lse=True)
     assert traits.bias_shared
     assert (traits.bias_alignment == 8) is (seq_kv == 48)
-    assert "stride_bs +" not in kernels.source(one, traits).text
-    result = run(child, one, interpreted.biased_by_row)
+    assert "stride_bs +" not in kernels.source(problem, traits).text
+    result = run(child, problem, interpreted.biased_by_row)
     assert result.ok, result
 
 
 @pytest.mark.parametrize("name", PACKED_TOO)
 def test_every_modifier_of_packed_sequences_matches_the_reference(child: Pool, name: str) -> None:
-    one = interpreted.packed(heads_q=2, heads_kv=1, mask="causal", modifiers=MODIFIERS[name])
-    result = run(child, one, interpreted.ragged)
+    problem = interpreted.packed(heads_q=2, heads_kv=1, mask="causal", modifiers=MODIFIERS[name])
+    result = run(child, problem, interpreted.ragged)
     assert result.ok, result
 
 
@@ -194,17 +196,17 @@ def test_all_modifiers_at_once_match_the_reference(child: Pool, softmax: str) ->
     ],
 )
 def test_a_modifier_that_is_a_little_wrong_is_seen(child: Pool, name: str, right: str, wrong: str) -> None:
-    one = small(batch=2, seq_q=19, seq_kv=35, modifiers=MODIFIERS[name])
-    source = broken(one, right, wrong, mask_loop="every") if name != "keys" else broken(one, right, wrong)
-    assert not interpreted.result(child, Run(source=source, problem=one, make=interpreted.dense)).ok
+    problem = small(batch=2, seq_q=19, seq_kv=35, modifiers=MODIFIERS[name])
+    source = broken(problem, right, wrong, mask_loop="every") if name != "keys" else broken(problem, right, wrong)
+    assert not interpreted.result(child, Run(source=source, problem=problem, make=interpreted.dense)).ok
 
 
 def test_dropout_draws_the_references_numbers_whatever_the_tiles(child: Pool) -> None:
     """One weight of another number would change an output by far more than is allowed."""
-    one = small(batch=2, seq_q=33, seq_kv=50, dtype=DType.FLOAT32, modifiers=MODIFIERS["dropout"])
+    problem = small(batch=2, seq_q=33, seq_kv=50, dtype=DType.FLOAT32, modifiers=MODIFIERS["dropout"])
     tiles: list[dict[str, Any]] = [{}, {"BLOCK_M": 32, "BLOCK_N": 32}, {"PERSISTENT": 2, "HEAD_GROUP": 0}]
     for tile in tiles:
-        result = run(child, one, **tile)
+        result = run(child, problem, **tile)
         assert result.ok, result
 
 
@@ -229,23 +231,23 @@ TABLES = {
 def test_every_block_table_matches_the_reference(child: Pool, point: dict[str, Any]) -> None:
     point = dict(point)
     seq_q, seq_kv = point.pop("lengths")
-    one = small(batch=2, seq_q=seq_q, seq_kv=seq_kv, mask=TABLES[point.pop("name")])
-    result = run(child, one, point.pop("make"), **point)
+    problem = small(batch=2, seq_q=seq_q, seq_kv=seq_kv, mask=TABLES[point.pop("name")])
+    result = run(child, problem, point.pop("make"), **point)
     assert result.ok, result
 
 
 def test_full_blocks_are_not_cut_by_the_expression_when_a_tile_is_computed_anew(child: Pool) -> None:
-    one = small(seq_q=16, seq_kv=48, mask=TABLES["mod"])
+    problem = small(seq_q=16, seq_kv=48, mask=TABLES["mod"])
     for make in (interpreted.steep, interpreted.wild_values):
-        result = run(child, one, make, softmax="first_max")
+        result = run(child, problem, make, softmax="first_max")
         assert result.ok, result
 
 
 @pytest.mark.parametrize("softmax", SOFTMAXES)
 def test_a_block_that_is_not_listed_has_no_say_in_the_maximum(child: Pool, softmax: str) -> None:
     """Key block 0 has by far the largest scores, and no row sees it."""
-    one = small(seq_q=16, seq_kv=48, mask=TABLES["16"], modifiers=Modifiers(sinks=True))
-    result = run(child, one, interpreted.loud_block_that_is_not_listed, softmax=softmax)
+    problem = small(seq_q=16, seq_kv=48, mask=TABLES["16"], modifiers=Modifiers(sinks=True))
+    result = run(child, problem, interpreted.loud_block_that_is_not_listed, softmax=softmax)
     assert result.ok, result
 
 
@@ -285,13 +287,13 @@ def test_values_that_are_nan_or_inf_reach_just_the_rows_that_see_them(child: Poo
 @pytest.mark.parametrize("name", ["packed", "window", "blocks", "modifiers"])
 def test_kernels_for_any_stride_take_the_new_axes(child: Pool, name: str, wide: bool) -> None:
     heavy = replace(MODIFIERS["score_mod"], alibi=True, bias=Bias.ADDITIVE)
-    one = {
+    problem = {
         "packed": interpreted.packed(heads_q=2, heads_kv=1, mask="causal"),
         "window": small(mask="window:9,3", head_dim=80, head_dim_v=24, layout=Layout.BSHD),
         "blocks": small(mask=TABLES["mod"]),
         "modifiers": small(modifiers=heavy),
     }[name]
-    bias = "fp16" if one.modifiers.bias is not Bias.NONE else ""
+    bias = "fp16" if problem.modifiers.bias is not Bias.NONE else ""
     make = interpreted.ragged if name == "packed" else interpreted.odd_strides
-    result = run(child, one, make, traits=Traits(alignment=1, wide=wide, lse=True, bias=bias), HEAD_SPLIT=1)
+    result = run(child, problem, make, traits=Traits(alignment=1, wide=wide, lse=True, bias=bias), HEAD_SPLIT=1)
     assert result.ok, result

@@ -22,25 +22,25 @@ pytestmark = pytest.mark.interpreter
 EXAMPLES = 30
 
 
-def faults(child: Pool, one: Drawn) -> object:
-    return child.result(Compare(source=one.source, calls=(one.call,)), interpreted.SECONDS)
+def faults(child: Pool, drawn_call: Drawn) -> object:
+    return child.result(Compare(source=drawn_call.source, calls=(drawn_call.call,)), interpreted.SECONDS)
 
 
 @pytest.mark.slow
 @seed(0)
 @settings(max_examples=EXAMPLES, database=None, suppress_health_check=list(HealthCheck))
-@given(one=strategies.calls())
-def test_any_kernel_answers_any_call_as_the_reference_does(child: Pool, one: Drawn) -> None:
-    assert faults(child, one) == ("",), one
+@given(drawn_call=strategies.calls())
+def test_any_kernel_answers_any_call_as_the_reference_does(child: Pool, drawn_call: Drawn) -> None:
+    assert faults(child, drawn_call) == ("",), drawn_call
 
 
 @settings(max_examples=100)
-@given(one=strategies.problems())
-def test_any_problem_shares_kernels_with_itself_resized(one: Problem) -> None:
-    other = drawn.resized(random.Random(0), one, drawn.TINY).problem
-    assert kernel_kind.shares_kernels(one, other)
-    traits = render.natural_traits(one)  # how long the rows of a bias are, decides how wide they are loaded
-    assert drawn.kernels.source(one, traits).digest == drawn.kernels.source(other, traits).digest
+@given(problem=strategies.problems())
+def test_any_problem_shares_kernels_with_itself_resized(problem: Problem) -> None:
+    other = drawn.resized(random.Random(0), problem, drawn.TINY).problem
+    assert kernel_kind.shares_kernels(problem, other)
+    traits = render.natural_traits(problem)  # how long the rows of a bias are, decides how wide they are loaded
+    assert drawn.kernels.source(problem, traits).digest == drawn.kernels.source(other, traits).digest
 
 
 def test_a_seed_names_a_call() -> None:
@@ -53,21 +53,22 @@ def test_a_seed_names_a_call() -> None:
 def test_the_calls_reach_every_axis() -> None:
     calls = [drawn.drawn(random.Random(number)) for number in range(600)]
     problems = [each.call.problem for each in calls]
-    assert {one.mask.kind for one in problems} == set(drawn.MaskKind)
-    assert {one.layout for one in problems} == set(drawn.Layout)
-    assert {one.modifiers.bias for one in problems} == set(drawn.Bias) - {drawn.Bias.LEARNED}  # of gradients alone
+    assert {problem.mask.kind for problem in problems} == set(drawn.MaskKind)
+    assert {problem.layout for problem in problems} == set(drawn.Layout)
+    # A learned bias is of gradients alone
+    assert {problem.modifiers.bias for problem in problems} == set(drawn.Bias) - {drawn.Bias.LEARNED}
     for name in ("score_mod", "softcap", "alibi", "sinks", "dropout"):
-        assert {bool(getattr(one.modifiers, name)) for one in problems} == {False, True}
-    assert any(one.head_dim != one.head_dim_v for one in problems)
+        assert {bool(getattr(problem.modifiers, name)) for problem in problems} == {False, True}
+    assert any(problem.head_dim != problem.head_dim_v for problem in problems)
     assert any((0, 0) in (each.call.lengths or ()) for each in calls)
 
 
 def test_a_planted_fault_is_found_within_few_calls(child: Pool) -> None:
-    found = 0
+    refusals = 0
     for number in range(8):
-        one = drawn.drawn(random.Random(number))
-        text = one.source.text.replace("row_sum * shrink + tl.sum(weights, 1)", "row_sum + tl.sum(weights, 1)")
+        drawn_call = drawn.drawn(random.Random(number))
+        text = drawn_call.source.text.replace("row_sum * shrink + tl.sum(weights, 1)", "row_sum + tl.sum(weights, 1)")
         text = text.replace("row_sum += tl.sum(weights, 1)", "row_sum += tl.max(weights, 1)")
-        broken = Compare(source=replace(one.source, text=text), calls=(one.call,))
-        found += child.result(broken, interpreted.SECONDS) != ("",)
-    assert found >= 4
+        broken = Compare(source=replace(drawn_call.source, text=text), calls=(drawn_call.call,))
+        refusals += child.result(broken, interpreted.SECONDS) != ("",)
+    assert refusals >= 4

@@ -34,11 +34,11 @@ def small(**changes: Any) -> Problem:
 
 def broken(child: Pool, right: str, wrong: str, **chosen: Any) -> interpreted.Result:
     """What the gate says of a kernel in which `wrong` stands where `right` stood."""
-    one = small(mask="causal")
-    source = kernels.source(one, **chosen)
+    problem = small(mask="causal")
+    source = kernels.source(problem, **chosen)
     assert right in source.text
     fault = replace(source, text=source.text.replace(right, wrong))
-    return interpreted.result(child, Run(source=fault, problem=one, make=interpreted.dense))
+    return interpreted.result(child, Run(source=fault, problem=problem, make=interpreted.dense))
 
 
 # --- programs that share a tile ---------------------------------------------------------------------------------------
@@ -54,8 +54,8 @@ def test_programs_that_share_a_tile_match_the_reference(child: Pool, point: dict
     seq_q, seq_kv = point.pop("lengths")
     head_dim, head_dim_v = point.pop("head_dims")
     facts = {"seq_q": seq_q, "seq_kv": seq_kv, "head_dim": head_dim, "head_dim_v": head_dim_v}
-    one = small(mask=point.pop("mask"), modifiers=point.pop("modifiers"), **facts)
-    result = run(child, one, **point)
+    problem = small(mask=point.pop("mask"), modifiers=point.pop("modifiers"), **facts)
+    result = run(child, problem, **point)
     assert result.ok, result
 
 
@@ -67,10 +67,10 @@ def test_programs_that_share_a_tile_match_the_reference(child: Pool, point: dict
 def test_parts_of_a_tile_are_added_up_by_groups_of_eight(
     child: Pool, changes: dict[str, Any], heads: int, together: int
 ) -> None:
-    one = small(heads_q=heads, seq_kv=270, **changes)  # 17 blocks of keys: two groups, and one of a single part
-    source = kernels.source(one, SPLITS=32, PACK_GQA=together, parts_read="by_groups")
+    problem = small(heads_q=heads, seq_kv=270, **changes)  # 17 blocks of keys: two groups, and one of a single part
+    source = kernels.source(problem, SPLITS=32, PACK_GQA=together, parts_read="by_groups")
     assert "GROUP_PARTS" in source.text
-    result = run(child, one, SPLITS=32, PACK_GQA=together, parts_read="by_groups")
+    result = run(child, problem, SPLITS=32, PACK_GQA=together, parts_read="by_groups")
     assert result.ok, result
 
 
@@ -96,8 +96,8 @@ def test_numbers_that_spoil_one_programs_part_spoil_nothing_else(child: Pool, ma
 
 def test_sums_that_are_finite_one_by_one_do_not_overflow_together(child: Pool) -> None:
     """Around the first block's maximum each program's sum is about 2.6e38, which twice is more than float32 holds."""
-    one = small(seq_q=1, seq_kv=64, dtype=DType.FLOAT32)
-    result = run(child, one, huge_but_finite, SPLITS=2, softmax="first_max", scale=1.0)
+    problem = small(seq_q=1, seq_kv=64, dtype=DType.FLOAT32)
+    result = run(child, problem, huge_but_finite, SPLITS=2, softmax="first_max", scale=1.0)
     assert result.ok, result
 
 
@@ -116,8 +116,8 @@ def huge_but_finite(problem: Problem) -> Any:
 )  # the longest sequence has three blocks
 @pytest.mark.parametrize("mask", ["full", "causal", "window:9,3", "window:-1,3"])
 def test_packed_sequences_are_shared_too(child: Pool, mask: str, splits: int) -> None:
-    one = interpreted.packed(heads_q=4, heads_kv=2, mask=mask)
-    result = run(child, one, interpreted.ragged, SPLITS=splits, PACK_GQA=int(splits != 2), softmax="lazy")
+    problem = interpreted.packed(heads_q=4, heads_kv=2, mask=mask)
+    result = run(child, problem, interpreted.ragged, SPLITS=splits, PACK_GQA=int(splits != 2), softmax="lazy")
     assert result.ok, result
 
 
@@ -151,9 +151,9 @@ class Twice:
 def test_a_launch_leaves_its_counters_at_zero_and_reads_no_part_that_it_did_not_write(
     child: Pool, parts_read: str, splits: int
 ) -> None:
-    one = small(mask="causal", seq_kv=270)
-    source = kernels.source(one, SPLITS=splits, parts_read=parts_read)
-    outcome = child.result(Twice(source=source, problem=one), interpreted.SECONDS)
+    problem = small(mask="causal", seq_kv=270)
+    source = kernels.source(problem, SPLITS=splits, parts_read=parts_read)
+    outcome = child.result(Twice(source=source, problem=problem), interpreted.SECONDS)
     assert outcome == (True, 0, True)
 
 
@@ -191,17 +191,17 @@ def test_heads_that_share_keys_match_the_reference_as_rows_of_a_tile(child: Pool
     point = dict(point)
     heads_q, heads_kv = point.pop("heads")
     facts = {name: point.pop(name) for name in ("mask", "modifiers", "layout", "seq_q")}
-    one = small(batch=2, heads_q=heads_q, heads_kv=heads_kv, seq_kv=70, **facts)
+    problem = small(batch=2, heads_q=heads_q, heads_kv=heads_kv, seq_kv=70, **facts)
     if point["SPLITS"] > 1:
         point["PERSISTENT"] = 0
-    result = run(child, one, PACK_GQA=1, sm_count=3, **point)
+    result = run(child, problem, PACK_GQA=1, sm_count=3, **point)
     assert result.ok, result
 
 
 @pytest.mark.parametrize("make", [interpreted.wild_values, interpreted.steep])
 def test_values_that_are_no_numbers_reach_only_the_rows_that_see_them_in_every_head(child: Pool, make: Any) -> None:
-    one = small(heads_q=4, mask="causal")
-    result = run(child, one, make, PACK_GQA=1, SPLITS=2, softmax="first_max")
+    problem = small(heads_q=4, mask="causal")
+    result = run(child, problem, make, PACK_GQA=1, SPLITS=2, softmax="first_max")
     assert result.ok, result
 
 

@@ -61,13 +61,13 @@ class Swept:
         output_grad.copy_(torch.randn(output.shape, generator=generator))
         lse, lse_grad = (torch.randn(BATCH, HEADS, SEQ, generator=generator) for _ in range(2))
         lse[:, :, 7] = -math.inf
-        found = {name: torch.full((BATCH, HEADS, ROWS), math.nan) for name in ("row_lse", "delta")}
+        rows = {name: torch.full((BATCH, HEADS, ROWS), math.nan) for name in ("row_lse", "delta")}
         sums = torch.full((module.sums(BATCH, HEADS, SEQ),), math.nan)
         counters = module.turns(BATCH, HEADS, SEQ) if hasattr(module, "turns") else 0
         turns = torch.full((counters,), 7, dtype=torch.int32)
         launch(
             module, "backward_rows", output_ptr=output, output_grad_ptr=output_grad, lse_ptr=lse, lse_grad_ptr=lse_grad,
-            row_lse_ptr=found["row_lse"], delta_ptr=found["delta"], query_sums_ptr=sums, turns_ptr=turns,
+            row_lse_ptr=rows["row_lse"], delta_ptr=rows["delta"], query_sums_ptr=sums, turns_ptr=turns,
             **strides("o", output), **strides("do", output_grad),
         )  # fmt: skip
         row_lse = torch.full((BATCH, HEADS, ROWS), math.inf)
@@ -77,8 +77,8 @@ class Swept:
         cleared = torch.full_like(sums, math.nan)
         cleared.view(-1, 64 * width_of(self.head_dim))[:, : 64 * self.columns] = 0.0
         return {
-            "row_lse": (found["row_lse"], row_lse),
-            "delta": (found["delta"], delta),
+            "row_lse": (rows["row_lse"], row_lse),
+            "delta": (rows["delta"], delta),
             "sums": (sums, cleared),
             "turns": (turns, torch.zeros_like(turns)),
         }
@@ -93,13 +93,13 @@ class Swept:
 def test_delta_and_lse_stand_for_every_row_and_sums_turns_and_tiles_begin_at_0(
     child: Pool, head_dim: int, lse: bool, order: str, columns: int, schedule: str
 ) -> None:
-    one = hopper_gradients.problem(head_dim=head_dim, dtype=DType.FLOAT16)
-    rendered = hopper_gradients.source(one, Traits(lse=lse), order=order, schedule=schedule)
+    problem = hopper_gradients.problem(head_dim=head_dim, dtype=DType.FLOAT16)
+    rendered = hopper_gradients.source(problem, Traits(lse=lse), order=order, schedule=schedule)
     job = Swept(source=rendered, head_dim=head_dim, lse=lse, columns=columns)
-    found = child.result(job, interpreted.SECONDS)
-    assert not isinstance(found, Failure), found.detail
-    assert (found["turns"][0].numel() > 0) is (order != "any" or schedule == "dynamic")
-    for name, (ours, theirs) in found.items():
+    pairs = child.result(job, interpreted.SECONDS)
+    assert not isinstance(pairs, Failure), pairs.detail
+    assert (pairs["turns"][0].numel() > 0) is (order != "any" or schedule == "dynamic")
+    for name, (ours, theirs) in pairs.items():
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4, equal_nan=True, msg=name)
 
 
@@ -127,14 +127,14 @@ class Rounded:
             sums[1, 1] = math.nan
             turns[1, 1] = 0
             exact[1, self.block : 2 * self.block] = 0.0
-        found = padded(BATCH, HEADS, SEQ, self.head_dim)
+        query_grad = padded(BATCH, HEADS, SEQ, self.head_dim)
         launch(
-            module, "backward_queries", query_grad_ptr=found, query_sums_ptr=sums.contiguous().view(-1), scale=0.5,
-            turns_ptr=turns, **strides("dq", found),
+            module, "backward_queries", query_grad_ptr=query_grad, query_sums_ptr=sums.contiguous().view(-1), scale=0.5,
+            turns_ptr=turns, **strides("dq", query_grad),
         )  # fmt: skip
-        assert found._base is not None
-        assert int(found._base.isnan().sum()) == found._base.numel() - found.numel(), "it wrote outside"
-        return found, (0.5 * exact.view(BATCH, HEADS, -1, width)[:, :, :SEQ, : self.head_dim]).half()
+        assert query_grad._base is not None
+        assert int(query_grad._base.isnan().sum()) == query_grad._base.numel() - query_grad.numel(), "it wrote outside"
+        return query_grad, (0.5 * exact.view(BATCH, HEADS, -1, width)[:, :, :SEQ, : self.head_dim]).half()
 
 
 def width_of(head_dim: int) -> int:
@@ -164,8 +164,8 @@ def in_registers(columns: int) -> tuple[Tensor, Tensor]:
 def test_sums_are_rounded_from_where_threads_left_them(
     child: Pool, head_dim: int, block: int, held: int, order: str
 ) -> None:
-    one = hopper_gradients.problem(head_dim=head_dim, dtype=DType.FLOAT16)
-    rendered = hopper_gradients.source(one, BLOCK_M=block, num_stages=2, order=order)
+    problem = hopper_gradients.problem(head_dim=head_dim, dtype=DType.FLOAT16)
+    rendered = hopper_gradients.source(problem, BLOCK_M=block, num_stages=2, order=order)
     job = Rounded(source=rendered, head_dim=head_dim, block=block, held=held, ordered=order != "any")
     pair = child.result(job, interpreted.SECONDS)
     assert not isinstance(pair, Failure), pair.detail

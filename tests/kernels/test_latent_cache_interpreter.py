@@ -40,7 +40,7 @@ CASES: tuple[tuple[str, bool, str, dict[str, Any]], ...] = (
 )
 
 
-def problem(text: str, *, packed: bool = False, **changes: Any) -> Problem:
+def make_problem(text: str, *, packed: bool = False, **changes: Any) -> Problem:
     """A small problem on a latent cache of 48 elements a key, of which 32 are its value."""
     return cached.problem(KeyCache.parse(text), packed=packed, **{"head_dim": 48, "head_dim_v": 32, **changes})
 
@@ -49,7 +49,7 @@ def problem(text: str, *, packed: bool = False, **changes: Any) -> Problem:
 def test_every_latent_cache_matches_the_reference(
     child: Pool, text: str, packed: bool, mask: str, changes: dict[str, Any]
 ) -> None:
-    cached.check(child, problem(text, packed=packed, mask=mask), HEAD_SPLIT=1, **changes)
+    cached.check(child, make_problem(text, packed=packed, mask=mask), HEAD_SPLIT=1, **changes)
 
 
 @pytest.mark.parametrize(
@@ -64,23 +64,23 @@ def test_every_latent_cache_matches_the_reference(
     ids=str,
 )
 def test_head_dims_modifiers_and_products_match_the_reference(child: Pool, facts: dict[str, Any]) -> None:
-    cached.check(child, problem("paged:16,latent", **facts), HEAD_SPLIT=1, PACK_GQA=1, SPLITS=2)
+    cached.check(child, make_problem("paged:16,latent", **facts), HEAD_SPLIT=1, PACK_GQA=1, SPLITS=2)
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_bfloat16_queries_of_a_float8_latent_become_float16_with_a_factor_for_each_row(child: Pool, mask: str) -> None:
-    one = problem("paged:16,float8_e4m3,latent", dtype=DType.BFLOAT16, mask=mask)
-    assert "row_scale" in kernels.source(one, HEAD_SPLIT=1).text
-    output, lse = cached.run(child, one, HEAD_SPLIT=1, PACK_GQA=1)
-    expected, expected_lse = attention_formula.attention(one, cached.operands(one))
+    problem = make_problem("paged:16,float8_e4m3,latent", dtype=DType.BFLOAT16, mask=mask)
+    assert "row_scale" in kernels.source(problem, HEAD_SPLIT=1).text
+    output, lse = cached.run(child, problem, HEAD_SPLIT=1, PACK_GQA=1)
+    expected, expected_lse = attention_formula.attention(problem, cached.operands(problem))
     torch.testing.assert_close(output.double(), expected, rtol=2**-7, atol=1e-3)  # the interpreter cuts bfloat16 off
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-4)
 
 
 def test_a_latent_kernel_takes_no_values_beside_the_keys() -> None:
-    one = problem("paged:16,latent")
-    apart = replace(one, cache=KeyCache(page=16))
-    latent, other = (kernels.source(each, HEAD_SPLIT=1).text for each in (one, apart))
+    problem = make_problem("paged:16,latent")
+    apart = replace(problem, cache=KeyCache(page=16))
+    latent, other = (kernels.source(each, HEAD_SPLIT=1).text for each in (problem, apart))
     assert '"value_ptr": ' in other
     assert '"value_ptr": ' not in latent
     assert latent.count("latent = tl.load(") == 2  # with a mask and without
@@ -91,8 +91,8 @@ def test_a_latent_kernel_takes_no_values_beside_the_keys() -> None:
     diagonal(("paged:16,latent", "paged:3,latent", "paged:16,float8_e4m3,latent"), (Layout.BSHD, Layout.PACKED)),
 )
 def test_a_rehearsal_passes_the_gate(child: Pool, text: str, layout: Layout) -> None:
-    one = problem(text, packed=layout is Layout.PACKED, mask="causal", head_dim=576, head_dim_v=512)
-    kind, source = rehearsal.structure(one, kernels.variant(HEAD_SPLIT=1, PACK_GQA=1, SPLITS=2))
+    problem = make_problem(text, packed=layout is Layout.PACKED, mask="causal", head_dim=576, head_dim_v=512)
+    kind, source = rehearsal.structure(problem, kernels.variant(HEAD_SPLIT=1, PACK_GQA=1, SPLITS=2))
     assert (kind.head_dim, kind.head_dim_v) == (48, 32)
     verdict = child.result(Rehearse(problem=kind, source=source), SECONDS)
     assert isinstance(verdict, Verdict), verdict
@@ -105,11 +105,11 @@ GROUPS = "add_parts(parts_ptr, groups, m_m, GROUP_PARTS)"
 @pytest.mark.parametrize("read", rarely([GROUPS, GROUPS.replace("GROUP_PARTS", "1")], lambda read: read == GROUPS))
 def test_parts_of_more_than_one_group_add_up(child: Pool, read: str) -> None:
     """Where the same bits are asked in every batch, the gate has a sequence of 150 keys: 10 parts of 16 keys."""
-    one = problem("paged:16,latent,splits=16", mask="full")
-    source = kernels.source(one, HEAD_SPLIT=1, PACK_GQA=1, SPLITS=16)
+    problem = make_problem("paged:16,latent,splits=16", mask="full")
+    source = kernels.source(problem, HEAD_SPLIT=1, PACK_GQA=1, SPLITS=16)
     assert GROUPS in source.text
     source = replace(source, text=source.text.replace(GROUPS, read))
-    verdict = child.result(Rehearse(problem=one, source=source), SECONDS)
+    verdict = child.result(Rehearse(problem=problem, source=source), SECONDS)
     assert isinstance(verdict, Verdict), verdict
     assert verdict.ok is (read == GROUPS), verdict.reason
 
@@ -127,11 +127,11 @@ def test_parts_of_more_than_one_group_add_up(child: Pool, read: str) -> None:
     ],
 )
 def test_the_gate_refuses_a_kernel_that_takes_other_numbers(child: Pool, right: str, wrong: str) -> None:
-    one = problem("paged:16,latent", mask="causal")
-    source = kernels.source(one, HEAD_SPLIT=1)
+    problem = make_problem("paged:16,latent", mask="causal")
+    source = kernels.source(problem, HEAD_SPLIT=1)
     assert right in source.text
     verdict = child.result(
-        Rehearse(problem=one, source=replace(source, text=source.text.replace(right, wrong))), SECONDS
+        Rehearse(problem=problem, source=replace(source, text=source.text.replace(right, wrong))), SECONDS
     )
     assert isinstance(verdict, Verdict), verdict
     assert not verdict.ok

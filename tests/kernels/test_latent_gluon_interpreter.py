@@ -51,8 +51,8 @@ def test_every_latent_cache_matches_the_reference(text: str, facts: dict[str, An
 
 @pytest.mark.parametrize(("text", "queries"), diagonal(("paged:64,latent", FLOAT8), (1, 2, 4)))
 def test_keys_of_576_elements_match_the_reference(text: str, queries: int) -> None:
-    one = latent_kernels.problem(text, seq_q=queries, mask="causal", **MLA)
-    latent_kernels.check(one, byte_stages=2 if one.caches_float8 else 1, SPLITS=2)
+    problem = latent_kernels.problem(text, seq_q=queries, mask="causal", **MLA)
+    latent_kernels.check(problem, byte_stages=2 if problem.caches_float8 else 1, SPLITS=2)
 
 
 @pytest.mark.parametrize(
@@ -86,46 +86,48 @@ def test_persistent_programs_share_all_blocks_whatever_tiles_they_are_of(
 ) -> None:
     monkeypatch.setattr(cached, "CAPACITY", 512)
     lengths = *LONG, 512  # 25 blocks of 32 keys, of which 16 are of the last sequence
-    one = latent_kernels.problem(text, lengths, seq_q=2, heads_q=heads, mask="causal")
-    latent_kernels.check(one, lengths, programs=programs, PERSISTENT=1)
+    problem = latent_kernels.problem(text, lengths, seq_q=2, heads_q=heads, mask="causal")
+    latent_kernels.check(problem, lengths, programs=programs, PERSISTENT=1)
 
 
 @pytest.mark.parametrize("lengths", [(0, 0, 0), (0, 3, 0), (1,)])
 def test_persistent_programs_write_the_outputs_of_sequences_without_keys(lengths: tuple[int, ...]) -> None:
-    one = latent_kernels.problem("paged:32,latent", lengths, mask="causal")
-    latent_kernels.check(one, lengths, programs=4, PERSISTENT=1, PART_BLOCKS=2)
+    problem = latent_kernels.problem("paged:32,latent", lengths, mask="causal")
+    latent_kernels.check(problem, lengths, programs=4, PERSISTENT=1, PART_BLOCKS=2)
 
 
 @pytest.mark.parametrize("changes", [{"SPLITS": 16}, {"PERSISTENT": 1}], ids=str)
 def test_counters_are_zeros_again_behind_a_launch(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cached, "CAPACITY", 512)
-    one, lengths = latent_kernels.problem("paged:64,latent", (512, 0, 300)), (512, 0, 300)
-    kernel = replace(load(latent_kernels.source(one, **changes), CPU), sm_count=20)
-    given = cached.operands(one, lengths)
-    output, lse = forward.empty_output(one, given.query), torch.empty(3, one.heads_q, 1)
-    name, count = forward.zeros(kernel, one, given.query) or ("", 0)
+    problem, lengths = latent_kernels.problem("paged:64,latent", (512, 0, 300)), (512, 0, 300)
+    kernel = replace(load(latent_kernels.source(problem, **changes), CPU), sm_count=20)
+    given = cached.operands(problem, lengths)
+    output, lse = forward.empty_output(problem, given.query), torch.empty(3, problem.heads_q, 1)
+    name, count = forward.zeros(kernel, problem, given.query) or ("", 0)
     counters = torch.zeros(count, dtype=torch.int32)
-    room = torch.empty(forward.partials(kernel, one, given.query))
-    arguments = forward.launch_arguments(kernel, one, given, output, lse) | {name: counters, "partial_ptr": room}
-    kernel.launch(forward.launch_grid(kernel, one, given.query), arguments)
+    room = torch.empty(forward.partials(kernel, problem, given.query))
+    arguments = forward.launch_arguments(kernel, problem, given, output, lse) | {name: counters, "partial_ptr": room}
+    kernel.launch(forward.launch_grid(kernel, problem, given.query), arguments)
     assert name == "arrivals_ptr"
     assert not bool(counters.any())
 
 
 def test_the_order_in_which_warps_take_turns_changes_no_bit() -> None:
-    one = latent_kernels.problem("paged:32,latent", seq_q=2, mask="causal")
-    kernel, given = load(latent_kernels.source(one, SPLITS=2), CPU), cached.operands(one)
-    first = latent_kernels.run(one, kernel, given)
+    problem = latent_kernels.problem("paged:32,latent", seq_q=2, mask="causal")
+    kernel, given = load(latent_kernels.source(problem, SPLITS=2), CPU), cached.operands(problem)
+    first = latent_kernels.run(problem, kernel, given)
     for _ in range(5):  # each launch of a module has another order
-        assert all(map(torch.equal, latent_kernels.run(one, kernel, given), first))
+        assert all(map(torch.equal, latent_kernels.run(problem, kernel, given), first))
 
 
 def test_lengths_that_lie_read_nothing_outside_of_the_cache() -> None:
-    one = latent_kernels.problem("paged:32,latent", (64, 64, 64), seq_kv=64, mask="causal")
-    kernel, given = load(latent_kernels.source(one), CPU), cached.operands(one, (48, 48, 48))
+    problem = latent_kernels.problem("paged:32,latent", (64, 64, 64), seq_kv=64, mask="causal")
+    kernel, given = load(latent_kernels.source(problem), CPU), cached.operands(problem, (48, 48, 48))
     assert given.cache is not None
-    told = [replace(given.cache, lengths=torch.tensor(each, dtype=torch.int32)) for each in ((99, -7, 48), (64, 0, 48))]
-    lied, true = (latent_kernels.run(one, kernel, replace(given, cache=each))[1] for each in told)
+    caches = [
+        replace(given.cache, lengths=torch.tensor(each, dtype=torch.int32)) for each in ((99, -7, 48), (64, 0, 48))
+    ]
+    lied, true = (latent_kernels.run(problem, kernel, replace(given, cache=each))[1] for each in caches)
     assert torch.equal(lied.nan_to_num(), true.nan_to_num())
 
 
@@ -139,33 +141,33 @@ FAULTS = (
 )
 
 
-def launch_often(one: Problem, kernel: Kernel) -> None:
+def launch_often(problem: Problem, kernel: Kernel) -> None:
     """Launches a kernel five times, in which its warps take turns in other orders."""
     for _ in range(5):
-        latent_kernels.run(one, kernel, cached.operands(one))
+        latent_kernels.run(problem, kernel, cached.operands(problem))
 
 
 @pytest.mark.parametrize(("right", "wrong", "words"), FAULTS)
 def test_the_interpreter_finds_what_is_not_waited_for(right: str, wrong: str, words: str) -> None:
-    one = latent_kernels.problem("paged:32,latent", mask="causal")
-    rendered = latent_kernels.source(one)
+    problem = latent_kernels.problem("paged:32,latent", mask="causal")
+    rendered = latent_kernels.source(problem)
     assert right in rendered.text
     kernel = load(replace(rendered, text=rendered.text.replace(right, wrong)), CPU)
     with pytest.raises(SynchronizationError, match=words):
-        launch_often(one, kernel)
+        launch_often(problem, kernel)
 
 
 def judged(rendered: Source, text: str = "paged:32,latent") -> Verdict:
     """What the gate says of a kernel, on small problems."""
-    one = latent_kernels.problem(text, seq_q=2, mask="causal")
-    verdict = Rehearse(problem=one, source=rendered).run({})
+    problem = latent_kernels.problem(text, seq_q=2, mask="causal")
+    verdict = Rehearse(problem=problem, source=rendered).run({})
     assert isinstance(verdict, Verdict)
     return verdict
 
 
 def test_the_gate_passes_a_kernel_and_refuses_one_that_takes_other_numbers() -> None:
-    one = latent_kernels.problem("paged:32,latent", seq_q=2, mask="causal")
-    rendered = latent_kernels.source(one)
+    problem = latent_kernels.problem("paged:32,latent", seq_q=2, mask="causal")
+    rendered = latent_kernels.source(problem)
     assert judged(rendered).ok
     wrong = "kept = kept & (values * 0.0 == 0.0)"  # 0 * NaN
     assert wrong in rendered.text

@@ -38,8 +38,8 @@ def gluon_float8() -> Source:
 
 
 def turned_gradients() -> Source:
-    one = gradient_kernels.problem(dtype=DType.FLOAT32, precision=Precision.TF32)
-    return gradient_kernels.source(one, copies="turned", products="as_asked")
+    problem = gradient_kernels.problem(dtype=DType.FLOAT32, precision=Precision.TF32)
+    return gradient_kernels.source(problem, copies="turned", products="as_asked")
 
 
 SOURCES = {
@@ -79,29 +79,33 @@ every_text = pytest.mark.parametrize("name", SOURCES)
 @every_text
 def test_a_manifest_has_what_the_text_defines_and_nothing_else(name: str) -> None:
     source = SOURCES[name]()
-    told = manifest.of(load_module(source))
+    text_manifest = manifest.of(load_module(source))
     defined = set(re.findall(r"^def (\w+)\(", source.text, re.M))
-    assert {each for each in FUNCTIONS if getattr(told, each) is not None} == FUNCTIONS & defined
+    assert {each for each in FUNCTIONS if getattr(text_manifest, each) is not None} == FUNCTIONS & defined
     for table, field in TABLES.items():
-        assert bool(getattr(told, field)) == (re.search(rf"^{table} = ", source.text, re.M) is not None), table
-    assert (told.language is Language.GLUON) == name.startswith("gluon") == ("experimental.gluon" in source.text)
-    assert set(told.descriptors) == {each for each, kind in told.signature.items() if kind.startswith("tensordesc<")}
-    if told.language is Language.GLUON:  # whose table of boxes names them all
-        assert set(told.descriptors) == set(load_module(source).DESCRIPTORS)
+        assert bool(getattr(text_manifest, field)) == (re.search(rf"^{table} = ", source.text, re.M) is not None), table
+    assert (
+        (text_manifest.language is Language.GLUON) == name.startswith("gluon") == ("experimental.gluon" in source.text)
+    )
+    assert set(text_manifest.descriptors) == {
+        each for each, kind in text_manifest.signature.items() if kind.startswith("tensordesc<")
+    }
+    if text_manifest.language is Language.GLUON:  # whose table of boxes names them all
+        assert set(text_manifest.descriptors) == set(load_module(source).DESCRIPTORS)
 
 
 @every_text
 def test_a_kernel_before_the_main_one_has_a_grid_and_only_then(name: str) -> None:
     source = SOURCES[name]()
-    told = manifest.of(load_module(source))
-    assert (told.grid_before is not None) == (f"def {source.name}_before(" in source.text)
+    text_manifest = manifest.of(load_module(source))
+    assert (text_manifest.grid_before is not None) == (f"def {source.name}_before(" in source.text)
 
 
 def test_every_field_is_told_of_some_text() -> None:
-    told = [manifest.of(load_module(make())) for make in SOURCES.values()]
+    manifests = [manifest.of(load_module(make())) for make in SOURCES.values()]
     for field in dataclasses.fields(Manifest):
-        assert {bool(getattr(each, field.name)) for each in told} >= {True}, field.name
-        assert field.name in ("language", "signature") or any(not getattr(each, field.name) for each in told)
+        assert {bool(getattr(each, field.name)) for each in manifests} >= {True}, field.name
+        assert field.name in ("language", "signature") or any(not getattr(each, field.name) for each in manifests)
 
 
 def test_sizes_are_the_texts() -> None:
@@ -117,7 +121,7 @@ def test_sizes_are_the_texts() -> None:
 @pytest.mark.parametrize("name", SOURCES)
 def test_functions_on_the_host_give_what_those_of_the_text_do_as_plain_numbers(name: str) -> None:
     module: Any = load_module(SOURCES[name]())
-    told, held = manifest.of(module), [function for function in FUNCTIONS if hasattr(module, function)]
+    text_manifest, held = manifest.of(module), [function for function in FUNCTIONS if hasattr(module, function)]
     assert held
     for function in held:
         required = [
@@ -126,23 +130,27 @@ def test_functions_on_the_host_give_what_those_of_the_text_do_as_plain_numbers(n
             if parameter.default is parameter.empty
         ]
         sizes = (2, 8, 4, 301, 503, 2, 8)[: len(required)]
-        ours, own = getattr(told, function)(*sizes), getattr(module, function)(*sizes)
+        ours, own = getattr(text_manifest, function)(*sizes), getattr(module, function)(*sizes)
         assert ours == own
         assert "constexpr" not in repr(ours)
 
 
 @pytest.mark.parametrize("module", [SimpleNamespace(), None], ids=["empty", "none"])
 def test_a_module_without_names_lacks_all(module: Any) -> None:
-    told = manifest.of(module)
-    assert all(getattr(told, field.name) == getattr(Manifest(), field.name) for field in dataclasses.fields(Manifest))
-    assert not any(getattr(told, field.name) for field in dataclasses.fields(Manifest) if field.name != "language")
+    empty_manifest = manifest.of(module)
+    assert all(
+        getattr(empty_manifest, field.name) == getattr(Manifest(), field.name) for field in dataclasses.fields(Manifest)
+    )
+    assert not any(
+        getattr(empty_manifest, field.name) for field in dataclasses.fields(Manifest) if field.name != "language"
+    )
 
 
 def test_a_kernel_reads_its_module_once() -> None:
     module: Any = SimpleNamespace(tiles=lambda *sizes: 3)
-    one = Kernel(source=None, module=module, compiled=None, device=torch.device("cpu"), sm_count=1)  # type: ignore[arg-type]
-    assert one.manifest.tiles is module.tiles
+    kernel = Kernel(source=None, module=module, compiled=None, device=torch.device("cpu"), sm_count=1)  # type: ignore[arg-type]
+    assert kernel.manifest.tiles is module.tiles
     del module.tiles
-    assert one.manifest.tiles is not None
+    assert kernel.manifest.tiles is not None
     with pytest.raises(dataclasses.FrozenInstanceError):
-        one.manifest.tiles = None  # type: ignore[misc]
+        kernel.manifest.tiles = None  # type: ignore[misc]

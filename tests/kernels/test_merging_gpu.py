@@ -46,17 +46,17 @@ def sized(**changes: Any) -> Problem:
 @pytest.mark.parametrize("template", ["triton/forward", "gluon/forward"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_merge_as_the_formula_does(kind: str, template: str) -> None:
-    one, device, points = sized(**KINDS[kind]), nvidia.present(), search_space.load(template)
+    problem, device, points = sized(**KINDS[kind]), nvidia.present(), search_space.load(template)
     assert device is not None
-    variants = points.seeds_for(one, device)[:1]
+    variants = points.seeds_for(problem, device)[:1]
     if not variants:
         pytest.skip(f"{template} has no kernel for {device.name}")
     running = (torch.float32, torch.bfloat16)[[*KINDS].index(kind) % 2]
-    traits = merged.traits_for(render.natural_traits(one), one, running)
-    kernel = compiler.load(render.render(one, variants[0], traits), CUDA)
+    traits = merged.traits_for(render.natural_traits(problem), problem, running)
+    kernel = compiler.load(render.render(problem, variants[0], traits), CUDA)
     for number, (seq_q, seq_kv, scores) in enumerate(CASES):
         generator = torch.Generator().manual_seed(number)
-        case = output_check.make_small_case(one, seq_q, seq_kv, number, CUDA, generator, scores=scores)
+        case = output_check.make_small_case(problem, seq_q, seq_kv, number, CUDA, generator, scores=scores)
         for _ in range(3):  # races show in some runs
             assert merged.fault(kernel, case, running) == "", case.name
 
@@ -79,5 +79,5 @@ def test_calls_on_parts_of_the_keys_leave_the_output_of_all_keys(running: torch.
         torch.testing.assert_close(sums, lse, rtol=1e-3, atol=1e-3)
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
-    return float((found.float() - expected.float()).abs().max())
+def _error(output: Tensor, expected: Tensor) -> float:
+    return float((output.float() - expected.float()).abs().max())

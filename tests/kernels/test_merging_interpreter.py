@@ -60,9 +60,9 @@ GLUON: dict[str, tuple[dict[str, Any], dict[str, Any], torch.dtype, Scores]] = {
 
 def of_triton(name: str) -> Merge:
     facts, chosen, running, lengths = TRITON[name]
-    one = kernels.problem(**facts)
-    traits = merged.traits_for(render.natural_traits(one), one, running)
-    return Merge(source=kernels.source(one, traits, **chosen), problem=one, running=running, lengths=lengths)
+    problem = kernels.problem(**facts)
+    traits = merged.traits_for(render.natural_traits(problem), problem, running)
+    return Merge(source=kernels.source(problem, traits, **chosen), problem=problem, running=running, lengths=lengths)
 
 
 def said(child: Pool, merge: Merge) -> str:
@@ -99,15 +99,15 @@ def changed_uses(text: str, name: str, other: str) -> str:
 
 def of_gluon(name: str) -> tuple[Problem, Source]:
     facts, chosen, running, _ = GLUON[name]
-    one = gluon_kernels.problem(**{"head_dim": 64, **facts})
-    traits = merged.traits_for(render.natural_traits(one), one, running)
-    return one, gluon_kernels.source(one, traits, **{**BASE, **chosen})
+    problem = gluon_kernels.problem(**{"head_dim": 64, **facts})
+    traits = merged.traits_for(render.natural_traits(problem), problem, running)
+    return problem, gluon_kernels.source(problem, traits, **{**BASE, **chosen})
 
 
-def gluon_said(name: str, one: Problem, source: Source) -> str:
+def gluon_said(name: str, problem: Problem, source: Source) -> str:
     _, _, running, scores = GLUON[name]
     generator = torch.Generator().manual_seed(0)
-    case = output_check.make_small_case(one, 70, 200, 1, CPU, generator, scores=scores)
+    case = output_check.make_small_case(problem, 70, 200, 1, CPU, generator, scores=scores)
     try:
         return merged.fault(replace(compiler.load(source, CPU), sm_count=1), case, running)
     except AutoattnError as error:
@@ -129,13 +129,13 @@ def test_a_kernel_of_gluon_merges_as_the_formula_does(name: str) -> None:
     ],
 )
 def test_a_planted_fault_of_gluon_is_found(name: str, right: str, wrong: str) -> None:
-    one, source = of_gluon(name)
-    assert gluon_said(name, one, gluon_texts.planted(source, right, wrong)) != ""
+    problem, source = of_gluon(name)
+    assert gluon_said(name, problem, gluon_texts.planted(source, right, wrong)) != ""
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT8])
 def test_a_kernel_of_float8_merges_nothing(dtype: DType) -> None:
-    one = kernels.problem(dtype=dtype, head_dim=32)
-    traits = replace(render.natural_traits(one), lse=True, merged="fp32")
+    problem = kernels.problem(dtype=dtype, head_dim=32)
+    traits = replace(render.natural_traits(problem), lse=True, merged="fp32")
     with pytest.raises(CompileError, match=r"kernels merge outputs of float16, bfloat16 and float32 alone, got .*"):
-        kernels.source(one, traits)
+        kernels.source(problem, traits)

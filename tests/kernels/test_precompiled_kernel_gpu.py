@@ -79,7 +79,7 @@ def test_shipped_code_gives_what_the_compiler_gives(name: str, monkeypatch: pyte
     taken = [kernel for kernel in machine_code.known() if kernel is not None]
     assert taken, "no machine code was found"
     functional.forget()
-    monkeypatch.setattr(machine_code, "find", lambda *asked: None)
+    monkeypatch.setattr(machine_code, "find", lambda *arguments: None)
     compiled = results(call, tensors, gradients)
     if all(kernel.facts.compiler == triton.__version__ for kernel in taken):
         assert torch.equal(shipped[0], compiled[0])

@@ -19,7 +19,7 @@ AMPERE = device_profiles.named("a100")
 
 
 @pytest.mark.parametrize(
-    "one",
+    "problem",
     [
         kernels.problem(dtype=DType.BFLOAT16, seq_q=512, seq_kv=512, head_dim=64, mask="causal"),
         kernels.problem(dtype=DType.FLOAT16, seq_q=512, seq_kv=512, head_dim=80),
@@ -28,14 +28,14 @@ AMPERE = device_profiles.named("a100")
     ],
     ids=str,
 )
-def test_the_seeds_of_an_older_architecture_are_right_when_the_driver_translates_them(one: Problem) -> None:
+def test_the_seeds_of_an_older_architecture_are_right_when_the_driver_translates_them(problem: Problem) -> None:
     card, device = torch.device("cuda"), nvidia.present()
     assert device is not None
     if device.arch <= AMPERE.arch:
         pytest.skip("needs a card newer than sm_80")
-    gate = Gate(one, card)
-    for variant in search_space.load(kernels.TEMPLATE).seeds_for(one, AMPERE):
-        kernel = compiler.load(render.render(one, variant), card, ptx_arch=AMPERE.arch)
+    gate = Gate(problem, card)
+    for variant in search_space.load(kernels.TEMPLATE).seeds_for(problem, AMPERE):
+        kernel = compiler.load(render.render(problem, variant), card, ptx_arch=AMPERE.arch)
         assert ".target sm_80" in kernel.compiled.asm["ptx"]
         verdict = gate.judge(kernel)
         assert verdict.ok, f"{variant}: {verdict.reason}"

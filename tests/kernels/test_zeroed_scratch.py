@@ -15,17 +15,19 @@ from autoattn.kernels.zeroed_scratch import Buffer, ScratchPool
 
 @pytest.fixture
 def card(zeros_on_the_host: None, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    state = SimpleNamespace(context=fake_device.set_context(monkeypatch), made=[], settled=[])
+    state = SimpleNamespace(context=fake_device.set_context(monkeypatch), allocations=[], settled=[])
     on_the_host = zeroed_scratch.new_zeros
     monkeypatch.setattr(
-        zeroed_scratch, "new_zeros", lambda size, index: (state.made.append((size, index)), on_the_host(size, index))[1]
+        zeroed_scratch,
+        "new_zeros",
+        lambda size, index: (state.allocations.append((size, index)), on_the_host(size, index))[1],
     )
     monkeypatch.setattr(zeroed_scratch, "settle", state.settled.append)
     return state
 
 
-def overlap(one: Buffer, other: Buffer) -> bool:
-    return one.address < other.address + 4 * other.size and other.address < one.address + 4 * one.size
+def overlap(left: Buffer, right: Buffer) -> bool:
+    return left.address < right.address + 4 * right.size and right.address < left.address + 4 * left.size
 
 
 def test_launches_on_a_stream_share_a_room_and_others_have_their_own(card: SimpleNamespace) -> None:
@@ -35,11 +37,11 @@ def test_launches_on_a_stream_share_a_room_and_others_have_their_own(card: Simpl
     assert not overlap(pool.buffer(0, 8, 10), first)
     assert not overlap(pool.buffer(1, 7, 10), first)
     assert pool.buffer(0, 7, 10) is first
-    found: list[Buffer] = []
-    thread = threading.Thread(target=lambda: found.append(pool.buffer(0, 7, 10)))
+    buffers: list[Buffer] = []
+    thread = threading.Thread(target=lambda: buffers.append(pool.buffer(0, 7, 10)))
     thread.start()
     thread.join()
-    assert found == [first], "a stream runs one launch after the other, whichever threads they come from"
+    assert buffers == [first], "a stream runs one launch after the other, whichever threads they come from"
 
 
 def test_what_one_kind_of_launches_leaves_behind_is_no_zero_of_another(card: SimpleNamespace) -> None:
@@ -55,7 +57,7 @@ def test_a_room_that_is_outgrown_gives_way_to_a_larger_one_and_is_zeroed_only_wh
         buffer = pool.buffer(0, 7, size)
         assert buffer.size == buffer.tensor.numel() >= size
         assert buffer.address == buffer.tensor.data_ptr()
-    assert [size for size, _ in card.made if size != zeroed_scratch.CAPTURED] == [4096, 8192]
+    assert [size for size, _ in card.allocations if size != zeroed_scratch.CAPTURED] == [4096, 8192]
 
 
 def test_what_is_kept_is_not_taken_from_a_pool_of_the_thread_that_launches(
@@ -64,7 +66,7 @@ def test_what_is_kept_is_not_taken_from_a_pool_of_the_thread_that_launches(
     asking: list[int] = []
     plain = zeroed_scratch.new_zeros_on
     monkeypatch.setattr(
-        zeroed_scratch, "new_zeros_on", lambda *asked: (asking.append(threading.get_ident()), plain(*asked))[1]
+        zeroed_scratch, "new_zeros_on", lambda *arguments: (asking.append(threading.get_ident()), plain(*arguments))[1]
     )
     ScratchPool().buffer(0, 7, 10)
     assert len(asking) == 2, "the buffer, and zeros for graphs"
@@ -74,39 +76,39 @@ def test_what_is_kept_is_not_taken_from_a_pool_of_the_thread_that_launches(
 def test_each_captured_launch_has_zeros_of_its_own_that_were_made_before(card: SimpleNamespace) -> None:
     pool, others = ScratchPool(), ScratchPool()
     shared = [pool.buffer(0, 7, 10), others.buffer(0, 7, 10)]
-    made = list(card.made)
+    allocations_before = list(card.allocations)
     assert card.settled == [0], "once for a device, whoever asks"
     card.context.capturing = True
-    captured = [one.buffer(0, 7, size) for one, size in ((pool, 10), (pool, 10), (others, 100), (pool, 10))]
-    assert card.made == made, "a graph holds no memset"
+    captured = [scratch.buffer(0, 7, size) for scratch, size in ((pool, 10), (pool, 10), (others, 100), (pool, 10))]
+    assert card.allocations == allocations_before, "a graph holds no memset"
     assert [buffer.size for buffer in captured] == [10, 10, 100, 10]
     assert not any(buffer.tensor.any() for buffer in captured)
     assert all(
         buffer.address % (4 * zeroed_scratch.STEP) == captured[0].address % (4 * zeroed_scratch.STEP)
         for buffer in captured
     )
-    for place, one in enumerate(captured):
-        assert not any(overlap(one, other) for other in (*shared, *captured[:place]))
+    for place, room in enumerate(captured):
+        assert not any(overlap(room, other) for other in (*shared, *captured[:place]))
 
 
 def test_a_graph_sets_its_own_zeros_where_none_are_left(card: SimpleNamespace) -> None:
     pool = ScratchPool()
     card.context.capturing = True
     pool.buffer(0, 7, 10)
-    assert card.made == [(10, 0)], "nothing was launched before the capture"
+    assert card.allocations == [(10, 0)], "nothing was launched before the capture"
     card.context.capturing = False
     pool.buffer(0, 7, 10)
     card.context.capturing = True
     pool.buffer(0, 7, zeroed_scratch.CAPTURED - 5)
     pool.buffer(0, 7, 10)
-    assert card.made[-1] == (10, 0)
+    assert card.allocations[-1] == (10, 0)
 
 
 def test_a_handle_that_stands_for_the_streams_of_all_threads_shares_nothing(card: SimpleNamespace) -> None:
     pool = ScratchPool()
-    one, other = (pool.buffer(0, 2, 300) for _ in range(2))
-    assert not overlap(one, other)
-    assert not one.tensor.any()
+    first, second = (pool.buffer(0, 2, 300) for _ in range(2))
+    assert not overlap(first, second)
+    assert not first.tensor.any()
     assert pool.buffers == {}
 
 

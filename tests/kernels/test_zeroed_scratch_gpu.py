@@ -26,17 +26,17 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Tensor]:
     if nvidia.present() is None:
         pytest.skip("needs a card that autoattn knows")
     monkeypatch.setattr(ARRIVALS, "buffers", {})
-    one = kernels.problem(batch=2, heads_q=2, heads_kv=2, seq_q=512, seq_kv=4096, head_dim=64, mask="causal")
+    problem = kernels.problem(batch=2, heads_q=2, heads_kv=2, seq_q=512, seq_kv=4096, head_dim=64, mask="causal")
     three = [
-        torch.randn(one.batch, one.heads_q, length, one.head_dim, dtype=torch.float16, device="cuda")
-        for length in (one.seq_q, one.seq_kv, one.seq_kv)
+        torch.randn(problem.batch, problem.heads_q, length, problem.head_dim, dtype=torch.float16, device="cuda")
+        for length in (problem.seq_q, problem.seq_kv, problem.seq_kv)
     ]
-    operands = Operands(query=three[0], key=three[1], value=three[2], scale=one.head_dim**-0.5)
-    kernel = compiler.load(kernels.source(one, SPLITS=4), torch.device("cuda"))
+    operands = Operands(query=three[0], key=three[1], value=three[2], scale=problem.head_dim**-0.5)
+    kernel = compiler.load(kernels.source(problem, SPLITS=4), torch.device("cuda"))
 
     def launched() -> Tensor:
-        output = forward.empty_output(one, operands.query).fill_(float("nan"))
-        forward.launch(kernel, one, operands, output, None)
+        output = forward.empty_output(problem, operands.query).fill_(float("nan"))
+        forward.launch(kernel, problem, operands, output, None)
         return output
 
     wanted = launched()
@@ -48,8 +48,8 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Tensor]:
 
 def test_streams_run_at_once_and_each_has_its_own_counters(launch: Callable[[], Tensor]) -> None:
     wanted = launch()
-    (found,) = streams.at_once([launch], 50)
-    assert all(torch.equal(one, wanted) for one in found)
+    (outputs,) = streams.at_once([launch], 50)
+    assert all(torch.equal(output, wanted) for output in outputs)
     assert len(ARRIVALS.buffers) == 1 + streams.STREAMS
     assert not any(buffer.tensor.any() for buffer in ARRIVALS.buffers.values()), "each launch leaves zeros"
 
@@ -61,18 +61,18 @@ def test_graphs_are_replayed_beside_one_another_and_beside_launches(launch: Call
         assert torch.equal(launch(), wanted)
 
     for outputs in streams.replayed([launch] * 3, 20, beside=beside):
-        assert all(torch.equal(one, wanted) for one in outputs)
+        assert all(torch.equal(output, wanted) for output in outputs)
 
 
 def test_a_pool_that_a_thread_allocates_from_gets_everything_back(launch: Callable[[], Tensor]) -> None:
     """As torch.compile's CUDA graphs ask of what runs while they warm up."""
     wanted, pool = launch(), torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool), torch.cuda.stream(torch.cuda.Stream()):
-        found = launch()
+        output = launch()
     torch.cuda.synchronize()
-    assert torch.equal(found, wanted)
+    assert torch.equal(output, wanted)
     assert active(pool) > 0
-    del found
+    del output
     assert active(pool) == 0
 
 

@@ -38,35 +38,35 @@ def dense(**facts: Any) -> Problem:
     return hopper_gradients.problem(**{"batch": 2, "heads_q": 2, "heads_kv": 1, "seq_q": 70, "seq_kv": 140, **facts})
 
 
-def rendered(one: Problem) -> Source:
-    many = hopper_gradients.problem(mask=one.mask, modifiers=one.modifiers, head_dim=one.head_dim)
-    return render.render(one, hopper_gradients.variant(many, order="any"))
+def rendered(problem: Problem) -> Source:
+    many = hopper_gradients.problem(mask=problem.mask, modifiers=problem.modifiers, head_dim=problem.head_dim)
+    return render.render(problem, hopper_gradients.variant(many, order="any"))
 
 
-def judged(text: Source, one: Problem) -> str:
-    case = gradient_check.make_case(one, CPU, torch.Generator().manual_seed(0), guard=3)
+def judged(text: Source, problem: Problem) -> str:
+    case = gradient_check.make_case(problem, CPU, torch.Generator().manual_seed(0), guard=3)
     return gradient_check.judge(compiler.load(text, CPU), [case]).reason
 
 
 @pytest.mark.parametrize("name", rarely(CASES, lambda name: name in ("softcap", "slopes")))
 def test_changed_scores_have_the_gradients_of_the_reference(name: str) -> None:
-    one = dense(**CASES[name])
-    assert judged(rendered(one), one) == ""
+    problem = dense(**CASES[name])
+    assert judged(rendered(problem), problem) == ""
 
 
-def judged_apart(text: Source, one: Problem) -> str:
+def judged_apart(text: Source, problem: Problem) -> str:
     """The same of packed sequences, whose slopes differ."""
     generator = torch.Generator().manual_seed(0)
-    operands = drawn.spread(one, inputs.make(one, CPU, generator, guard=3, lengths=LENGTHS), generator)
-    case = gradient_check.case_of(one, operands, generator, guard=3, lse=text.traits.lse)
+    operands = drawn.spread(problem, inputs.make(problem, CPU, generator, guard=3, lengths=LENGTHS), generator)
+    case = gradient_check.case_of(problem, operands, generator, guard=3, lse=text.traits.lse)
     return gradient_check.judge(compiler.load(text, CPU), [case]).reason
 
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("mask", rarely(("causal", "window:40,9"), lambda mask: mask == "causal"))
 def test_packed_sequences_have_slopes_of_their_own_and_share_sinks(mask: str) -> None:
-    one = packed.problem(LENGTHS, mask=mask, modifiers=ALL)
-    assert judged_apart(packed.rendered(one, lse=True, order="any"), one) == ""
+    problem = packed.make_problem(LENGTHS, mask=mask, modifiers=ALL)
+    assert judged_apart(packed.rendered(problem, lse=True, order="any"), problem) == ""
 
 
 FAULTS = [  # (in the text, in its place)
@@ -81,7 +81,7 @@ FAULTS = [  # (in the text, in its place)
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(("right", "wrong"), FAULTS)
 def test_a_planted_fault_is_found(right: str, wrong: str) -> None:
-    one = packed.problem(LENGTHS, mask="causal", modifiers=ALL)
-    text = packed.rendered(one, order="any")
-    assert judged_apart(text, one) == ""
-    assert judged_apart(planted(text, right, wrong), one) != ""
+    problem = packed.make_problem(LENGTHS, mask="causal", modifiers=ALL)
+    text = packed.rendered(problem, order="any")
+    assert judged_apart(text, problem) == ""
+    assert judged_apart(planted(text, right, wrong), problem) != ""

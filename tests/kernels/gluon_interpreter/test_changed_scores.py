@@ -28,7 +28,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def problem(**facts: Any) -> Problem:
+def make_problem(**facts: Any) -> Problem:
     return gluon_kernels.problem(**{"head_dim": 64, **facts})
 
 
@@ -41,8 +41,8 @@ def problem(**facts: Any) -> Problem:
 )
 def test_changed_scores_have_the_outputs_of_the_reference(name: str, scores: Scores) -> None:
     facts, chosen = CASES[name]
-    one = problem(**facts)
-    assert said(source(one, lse=True, **{**BASE, **chosen}), one, scores=scores) == ""
+    problem = make_problem(**facts)
+    assert said(source(problem, lse=True, **{**BASE, **chosen}), problem, scores=scores) == ""
 
 
 FAULTS = {  # of a case: (in the text, in its place)
@@ -56,5 +56,5 @@ FAULTS = {  # of a case: (in the text, in its place)
 @pytest.mark.parametrize("name", rarely(FAULTS, lambda name: name == "sinks"))
 def test_a_planted_fault_is_found(name: str) -> None:
     facts, chosen = CASES[name]
-    one = problem(**facts)
-    assert said(planted(source(one, lse=True, **{**BASE, **chosen}), *FAULTS[name]), one) != ""
+    problem = make_problem(**facts)
+    assert said(planted(source(problem, lse=True, **{**BASE, **chosen}), *FAULTS[name]), problem) != ""

@@ -33,21 +33,21 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
 }
 
 
-def problem(lengths: tuple[int, int], **facts: Any) -> Problem:
+def make_problem(lengths: tuple[int, int], **facts: Any) -> Problem:
     sizes = {"batch": 2, "heads_q": 4, "heads_kv": 2, "seq_q": lengths[0], "seq_kv": lengths[1], "head_dim": 64}
     return hopper_gradients.problem(**{**sizes, "mask": "causal", **facts})
 
 
-def rendered(one: Problem, **chosen: Any) -> Source:
+def rendered(problem: Problem, **chosen: Any) -> Source:
     """The template's default for a large problem of this kind, changed."""
-    many = replace(one, batch=4, heads_q=64, heads_kv=8, seq_q=8192, seq_kv=8192)
-    return render.render(one, hopper_gradients.feasible(many, **CHOSEN, **chosen))
+    many = replace(problem, batch=4, heads_q=64, heads_kv=8, seq_q=8192, seq_kv=8192)
+    return render.render(problem, hopper_gradients.feasible(many, **CHOSEN, **chosen))
 
 
-def judged(text: Source, one: Problem, programs: int = 2) -> str:
+def judged(text: Source, problem: Problem, programs: int = 2) -> str:
     """What the gate says of the kernels, or the fault that ends them; empty where they are right."""
     kernel = replace(compiler.load(text, CPU), sm_count=programs)
-    case = gradient_check.make_case(one, CPU, torch.Generator().manual_seed(0), guard=3, lse=False)
+    case = gradient_check.make_case(problem, CPU, torch.Generator().manual_seed(0), guard=3, lse=False)
     try:
         return gradient_check.judge(kernel, [case]).reason
     except AutoattnError as error:
@@ -62,14 +62,14 @@ def joining_at(text: Source, block: int) -> Source:
 @pytest.mark.parametrize("kind", rarely(CASES, lambda kind: kind in ("causal", "blocks of 128 queries")))
 def test_gradients_are_right_where_programs_find_others(kind: str) -> None:
     facts, chosen, lengths = CASES[kind]
-    one = problem(lengths, **facts)
-    assert judged(rendered(one, **chosen), one) == ""
+    problem = make_problem(lengths, **facts)
+    assert judged(rendered(problem, **chosen), problem) == ""
 
 
 @pytest.mark.parametrize("block", rarely([0, 4, 1000], lambda block: block == 4))
 def test_gradients_are_right_at_whatever_block_programs_join(block: int) -> None:
-    one = problem((450, 450))
-    assert judged(joining_at(rendered(one, BLOCK_M=64), block), one) == ""
+    problem = make_problem((450, 450))
+    assert judged(joining_at(rendered(problem, BLOCK_M=64), block), problem) == ""
 
 
 @pytest.mark.parametrize(
@@ -81,5 +81,5 @@ def test_gradients_are_right_at_whatever_block_programs_join(block: int) -> None
     ids=["blocks behind the entry are left out", "the entry lies behind all blocks"],
 )
 def test_a_walk_that_takes_other_blocks_is_wrong(right: str, wrong: str, block: int) -> None:
-    one = problem((450, 450))
-    assert judged(planted(joining_at(rendered(one, BLOCK_M=64), block), right, wrong), one) != ""
+    problem = make_problem((450, 450))
+    assert judged(planted(joining_at(rendered(problem, BLOCK_M=64), block), right, wrong), problem) != ""

@@ -55,14 +55,14 @@ PIPELINE: dict[str, Any] = {
 NAMED: dict[str, Any] = {**BASE, "overlap": 0, "softmax": "online", "slot_release": "named", "ping_pong": "none"}
 
 
-def problem(**changes: Any) -> Problem:
+def make_problem(**changes: Any) -> Problem:
     return gluon_kernels.problem(**{"head_dim": 64, **changes})
 
 
 @pytest.mark.parametrize(("facts", "chosen"), rarely(CASES, lambda case: CASES.index(case) not in (3, 6, 8, 9, 11, 12)))
 def test_kernels_agree_with_the_reference(facts: dict[str, Any], chosen: dict[str, Any]) -> None:
-    one = problem(**facts)
-    assert said(source(one, lse=True, **{**BASE, **chosen}), one) == ""
+    problem = make_problem(**facts)
+    assert said(source(problem, lse=True, **{**BASE, **chosen}), problem) == ""
 
 
 @pytest.mark.parametrize("scores", [Scores.OUTGROWN, Scores.WILD])
@@ -72,26 +72,28 @@ def test_kernels_agree_with_the_reference(facts: dict[str, Any], chosen: dict[st
     ids=["causal", "a block table, head dim in pieces"],
 )
 def test_tiles_are_computed_again(facts: dict[str, Any], chosen: dict[str, Any], scores: Scores) -> None:
-    one = problem(**facts)
-    rendered = source(one, **{**BASE, "softmax": "first_max", "overlap": 1, "schedule": "dynamic", **chosen})
-    assert said(rendered, one, (33, 200), scores) == ""
+    problem = make_problem(**facts)
+    rendered = source(problem, **{**BASE, "softmax": "first_max", "overlap": 1, "schedule": "dynamic", **chosen})
+    assert said(rendered, problem, (33, 200), scores) == ""
     unknown = planted(rendered, "        wild = ", "        wild = gl.nothing")
-    assert "has no nothing" in said(unknown, one, (33, 200), scores)
+    assert "has no nothing" in said(unknown, problem, (33, 200), scores)
 
 
 @pytest.mark.parametrize("release", triton_release.SUPPORTED)
 def test_the_names_of_each_release_are_known(release: str) -> None:
-    one = problem()
-    assert said(render.render(one, gluon_kernels.variant(one, **BASE), release=release), one, (17, 34)) == ""
-    one = hopper_gradients.problem(head_dim=64)
-    assert judged(render.render(one, hopper_gradients.variant(one), release=release), one, (17, 34)) == ""
+    problem = make_problem()
+    assert (
+        said(render.render(problem, gluon_kernels.variant(problem, **BASE), release=release), problem, (17, 34)) == ""
+    )
+    problem = hopper_gradients.problem(head_dim=64)
+    assert judged(render.render(problem, hopper_gradients.variant(problem), release=release), problem, (17, 34)) == ""
 
 
 @pytest.mark.parametrize("programs", [1, 3])
 def test_programs_share_the_tiles(programs: int) -> None:
-    one = problem()
+    problem = make_problem()
     for schedule in ("persistent", "dynamic"):
-        assert said(source(one, **{**BASE, "schedule": schedule}), one, sm_count=programs) == ""
+        assert said(source(problem, **{**BASE, "schedule": schedule}), problem, sm_count=programs) == ""
 
 
 # Of a rendered text: what, in its place, which occurrence, how the sentence begins.
@@ -126,30 +128,30 @@ FAULTS: list[tuple[dict[str, Any], str, str, int, str]] = [
     ("chosen", "right", "wrong", "place", "sentence"), rarely(FAULTS, lambda fault: FAULTS.index(fault) not in (4, 12))
 )
 def test_a_planted_fault_is_found(chosen: dict[str, Any], right: str, wrong: str, place: int, sentence: str) -> None:
-    one = problem()
-    rendered = source(one, **chosen)
-    reason = said(planted(rendered, right, wrong, place=place), one)
+    problem = make_problem()
+    rendered = source(problem, **chosen)
+    reason = said(planted(rendered, right, wrong, place=place), problem)
     assert reason != ""
     assert reason.startswith(sentence)
     assert reason.count("\n") == 0
 
 
 def test_a_slot_that_is_released_too_early_is_found() -> None:
-    one = problem()
-    rendered = source(one, **PIPELINE)
+    problem = make_problem()
+    rendered = source(problem, **PIPELINE)
     wait = next(line for line in rendered.text.splitlines() if "num_outstanding=1" in line)
     early = planted(rendered, f"{wait}\n    free_key(key_free, slot)\n", f"    free_key(key_free, slot)\n{wait}\n")
-    assert said(early, one).startswith("missed barrier at keys")
+    assert said(early, problem).startswith("missed barrier at keys")
 
 
 def test_consumers_may_clear_the_same_rows_and_must_fence_them() -> None:
-    one = problem(layout=Layout.PACKED)
-    rendered = source(one, **NAMED)
-    assert said(rendered, one) == ""
+    problem = make_problem(layout=Layout.PACKED)
+    rendered = source(problem, **NAMED)
+    assert said(rendered, problem) == ""
     unfenced = planted(rendered, "    fence_async_shared()\n", "")
-    assert said(unfenced, one).startswith("missed fence at values")
+    assert said(unfenced, problem).startswith("missed fence at values")
     apart = planted(rendered, f"    {render_barrier(rendered)}()  # of this warpgroup", "    # of this warpgroup")
-    assert said(apart, one).startswith("missed barrier at values")
+    assert said(apart, problem).startswith("missed barrier at values")
 
 
 def render_barrier(rendered: Source) -> str:
@@ -158,16 +160,18 @@ def render_barrier(rendered: Source) -> str:
 
 
 def test_a_deadlock_names_each_partition_and_its_barrier() -> None:
-    one = problem()
-    reason = said(planted(source(one, **PIPELINE), "mbarrier.arrive(key_free.index(slot), count=1)", "pass"), one)
+    problem = make_problem()
+    reason = said(
+        planted(source(problem, **PIPELINE), "mbarrier.arrive(key_free.index(slot), count=1)", "pass"), problem
+    )
     assert re.search(r"consume\(0\) waits for phase \d of key_full\[\d\], which has ended \d+ and lacks 1 of 1", reason)
     assert re.search(r"produce waits for phase 0 of key_free\[\d\], which has ended 0 and lacks 2 of 2", reason)
 
 
 def test_the_same_launches_are_the_same_runs() -> None:
-    one = problem()
-    rendered = planted(source(one, **PIPELINE), "    pass_turn(c)\n", "")
-    assert said(rendered, one) == said(rendered, one) != ""
+    problem = make_problem()
+    rendered = planted(source(problem, **PIPELINE), "    pass_turn(c)\n", "")
+    assert said(rendered, problem) == said(rendered, problem) != ""
 
 
 # Lines that only order what is ordered already, or who comes first: (part of the line)
@@ -188,8 +192,8 @@ SYNCHRONISES = re.compile(
 @pytest.mark.slow
 @pytest.mark.parametrize("chosen", [PIPELINE, {**NAMED, "schedule": "persistent", **SHARED}])
 def test_no_line_that_synchronises_can_be_left_out(chosen: dict[str, Any]) -> None:
-    one = problem()
-    rendered = source(one, **chosen)
+    problem = make_problem()
+    rendered = source(problem, **chosen)
     lines = rendered.text.splitlines()
     begin = lines.index("@gluon.jit")
     unfound = []
@@ -198,7 +202,7 @@ def test_no_line_that_synchronises_can_be_left_out(chosen: dict[str, Any]) -> No
         if not SYNCHRONISES.search(code) or code.startswith("def ") or any(each in code for each in NOT_NEEDED):
             continue
         left = "\n".join([*lines[:number], line[: len(line) - len(line.lstrip())] + "pass", *lines[number + 1 :]])
-        if said(Source(name=rendered.name, text=left, variant=rendered.variant, traits=rendered.traits), one) == "":
+        if said(Source(name=rendered.name, text=left, variant=rendered.variant, traits=rendered.traits), problem) == "":
             unfound.append(f"{number + 1}: {line}")
     # The last wait for stores, where each tile has waited for its own.
     assert [line for line in unfound if "store_wait" not in line] == []
@@ -218,21 +222,21 @@ def feasible(seed: int) -> tuple[Problem, Source]:
         [(64, 64), (128, 128)] if "dtype" in kind else [(56, 56), (64, 64), (80, 80), (64, 128), (192, 128), (256, 256)]
     )
     head_dim, head_dim_v = drawn.choice(dims)
-    one = problem(head_dim=head_dim, head_dim_v=head_dim_v, **kind)
-    variants = search_space.load("gluon/forward").feasible(one, gluon_kernels.H200, drawn)
+    problem = make_problem(head_dim=head_dim, head_dim_v=head_dim_v, **kind)
+    variants = search_space.load("gluon/forward").feasible(problem, gluon_kernels.H200, drawn)
     variant = next(itertools.islice(variants, 1), None)
     if variant is None:
         return feasible(seed + 1000)
-    return one, render.render(one, variant, replace(render.natural_traits(one), lse=drawn.random() < 0.5))
+    return problem, render.render(problem, variant, replace(render.natural_traits(problem), lse=drawn.random() < 0.5))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(40))
 def test_drawn_variants_agree_with_the_reference(seed: int) -> None:
-    one, rendered = feasible(seed)
+    problem, rendered = feasible(seed)
     lengths = ((203, 113), (113, 203), (64, 1), (150, 300))[seed % 4]
-    scores = Scores.STEEP if seed % 2 and one.dtype is not DType.FLOAT8 else Scores.PLAIN
-    assert said(rendered, one, lengths, scores, sm_count=1 + 2 * (seed % 3 == 0), number=seed % 4) == ""
+    scores = Scores.STEEP if seed % 2 and problem.dtype is not DType.FLOAT8 else Scores.PLAIN
+    assert said(rendered, problem, lengths, scores, sm_count=1 + 2 * (seed % 3 == 0), number=seed % 4) == ""
 
 
 GRADIENTS: list[Case] = [
@@ -252,9 +256,9 @@ GRADIENTS: list[Case] = [
 ]  # fmt: skip
 
 
-def judged(rendered: Source, one: Problem, lengths: tuple[int, int] = (200, 200)) -> str:
+def judged(rendered: Source, problem: Problem, lengths: tuple[int, int] = (200, 200)) -> str:
     """The same of gradients."""
-    case = gradient_check.make_small_case(one, *lengths, 1, CPU, torch.Generator().manual_seed(0))
+    case = gradient_check.make_small_case(problem, *lengths, 1, CPU, torch.Generator().manual_seed(0))
     try:
         return gradient_check.judge(compiler.load(rendered, CPU), [case]).reason
     except AutoattnError as error:
@@ -263,8 +267,8 @@ def judged(rendered: Source, one: Problem, lengths: tuple[int, int] = (200, 200)
 
 @pytest.mark.parametrize(("facts", "chosen"), rarely(GRADIENTS, lambda case: GRADIENTS.index(case) in (1, 7)))
 def test_gradients_agree_with_the_reference(facts: dict[str, Any], chosen: dict[str, Any]) -> None:
-    one = hopper_gradients.problem(**facts)
-    assert judged(hopper_gradients.source(one, **chosen), one) == ""
+    problem = hopper_gradients.problem(**facts)
+    assert judged(hopper_gradients.source(problem, **chosen), problem) == ""
 
 
 GRADIENT_FAULTS = [
@@ -281,9 +285,9 @@ GRADIENT_FAULTS = [
     rarely(GRADIENT_FAULTS, lambda fault: GRADIENT_FAULTS.index(fault) in (0, 2)),
 )
 def test_a_planted_fault_of_gradients_is_found(right: str, wrong: str, place: int, sentence: str) -> None:
-    one = hopper_gradients.problem(head_dim=64)
-    rendered = hopper_gradients.source(one, summing="tma", order="ascending", schedule="one_tile")
-    reason = judged(planted(rendered, right, wrong, place=place), one, (150, 200))
+    problem = hopper_gradients.problem(head_dim=64)
+    rendered = hopper_gradients.source(problem, summing="tma", order="ascending", schedule="one_tile")
+    reason = judged(planted(rendered, right, wrong, place=place), problem, (150, 200))
     assert reason != ""
     assert reason.startswith(sentence)
 

@@ -69,8 +69,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def rendered_outputs(name: str) -> tuple[Source, Problem]:
     facts, chosen = CASES[name]
-    one = gluon_kernels.problem(**{"head_dim": 64, **facts})
-    return source(one, lse=True, **{**BASE, **chosen}), one
+    problem = gluon_kernels.problem(**{"head_dim": 64, **facts})
+    return source(problem, lse=True, **{**BASE, **chosen}), problem
 
 
 @pytest.mark.parametrize("name", rarely(CASES, lambda name: name in ("positions", "packed", "packed heads")))
@@ -82,11 +82,11 @@ def test_outputs_are_those_of_the_reference(name: str) -> None:
     "text", rarely(["2.0 * tanh(minimum(score, 3.0))", "maximum(score, -1.0)"], lambda text: "minimum" in text)
 )
 def test_what_is_no_number_stays_so_behind_minimum_and_maximum(text: str) -> None:
-    one = gluon_kernels.problem(head_dim=64, mask="causal", modifiers=changed(text))
-    rendered = source(one, lse=True, **{**BASE, **OWN})
-    assert said(rendered, one, scores=Scores.WILD) == ""
+    problem = gluon_kernels.problem(head_dim=64, mask="causal", modifiers=changed(text))
+    rendered = source(problem, lse=True, **{**BASE, **OWN})
+    assert said(rendered, problem, scores=Scores.WILD) == ""
     where = f"(left {'<' if 'minimum' in text else '>'} right) | (left != left)"
-    assert said(planted(rendered, where, where.partition(" | ")[0]), one, scores=Scores.WILD) != ""
+    assert said(planted(rendered, where, where.partition(" | ")[0]), problem, scores=Scores.WILD) != ""
 
 
 FAULTS = {  # of a case: (in the text, in its place)
@@ -101,8 +101,8 @@ FAULTS = {  # of a case: (in the text, in its place)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_of_outputs_is_found(name: str) -> None:
-    text, one = rendered_outputs(name)
-    assert said(planted(text, *FAULTS[name]), one) != ""
+    text, problem = rendered_outputs(name)
+    assert said(planted(text, *FAULTS[name]), problem) != ""
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
@@ -125,20 +125,20 @@ def dense(**facts: Any) -> Problem:
     return hopper_gradients.problem(**{"batch": 2, "heads_q": 2, "heads_kv": 1, "seq_q": 70, "seq_kv": 140, **facts})
 
 
-def rendered_gradients(one: Problem) -> Source:
-    many = hopper_gradients.problem(mask=one.mask, modifiers=one.modifiers, head_dim=one.head_dim)
-    return render.render(one, hopper_gradients.variant(many, order="any"))
+def rendered_gradients(problem: Problem) -> Source:
+    many = hopper_gradients.problem(mask=problem.mask, modifiers=problem.modifiers, head_dim=problem.head_dim)
+    return render.render(problem, hopper_gradients.variant(many, order="any"))
 
 
-def judged(text: Source, one: Problem) -> str:
-    case = gradient_check.make_case(one, CPU, torch.Generator().manual_seed(0), guard=3)
+def judged(text: Source, problem: Problem) -> str:
+    case = gradient_check.make_case(problem, CPU, torch.Generator().manual_seed(0), guard=3)
     return gradient_check.judge(compiler.load(text, CPU), [case]).reason
 
 
 @pytest.mark.parametrize("name", rarely(GRADIENTS, lambda name: name in ("bent", "heads", "wide heads")))
 def test_gradients_are_those_of_the_reference(name: str) -> None:
-    one = dense(**GRADIENTS[name])
-    assert judged(rendered_gradients(one), one) == ""
+    problem = dense(**GRADIENTS[name])
+    assert judged(rendered_gradients(problem), problem) == ""
 
 
 # (queries, keys) of each sequence: none of either, one, and blocks that nobody needs before some that somebody does
@@ -149,9 +149,9 @@ PACKED = rarely((TABLE, ALIKE, HEADS), lambda text: text is ALIKE)
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("text", PACKED, ids=["table", "alike", "heads"])
 def test_packed_sequences_count_from_their_own_first_tokens(text: str) -> None:
-    one = packed.problem(LENGTHS, mask="causal", modifiers=changed(text))
-    rendered = packed.rendered(one, lse=True, order="any", BLOCK_M=64, schedule="one_tile")
-    assert packed.judged(rendered, one, LENGTHS) == ""
+    problem = packed.make_problem(LENGTHS, mask="causal", modifiers=changed(text))
+    rendered = packed.rendered(problem, lse=True, order="any", BLOCK_M=64, schedule="one_tile")
+    assert packed.judged(rendered, problem, LENGTHS) == ""
 
 
 GRADIENT_FAULTS = [  # of a case: (in the text, in its place)
@@ -166,8 +166,8 @@ GRADIENT_FAULTS = [  # of a case: (in the text, in its place)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "right", "wrong"), GRADIENT_FAULTS)
 def test_a_planted_fault_of_gradients_is_found(name: str, right: str, wrong: str) -> None:
-    one = dense(**GRADIENTS[name])
-    assert judged(planted(rendered_gradients(one), right, wrong), one) != ""
+    problem = dense(**GRADIENTS[name])
+    assert judged(planted(rendered_gradients(problem), right, wrong), problem) != ""
 
 
 # --- what is read of captured tensors ---------------------------------------------------------------------------------
@@ -177,9 +177,9 @@ OUTSIDE = "memory that no tensor of the launch holds"
 AXES += "score + captured0[q_idx] - captured1[kv_idx] + captured2[b, h]"
 
 
-def narrowed(one: Problem, operands: Operands) -> Operands:
+def narrowed(problem: Problem, operands: Operands) -> Operands:
     """Captured tensors that hold each place of the problem, and not one more."""
-    sizes = (one.seq_q,), (one.seq_kv,), (one.batch, one.heads_q)
+    sizes = (problem.seq_q,), (problem.seq_kv,), (problem.batch, problem.heads_q)
     tensors = [
         tensor[tuple(slice(size) for size in shape)].clone()
         for tensor, shape in zip(operands.score_captures, sizes, strict=True)
@@ -189,10 +189,10 @@ def narrowed(one: Problem, operands: Operands) -> Operands:
 
 def test_no_place_behind_the_last_is_read_for_gradients() -> None:
     generator = torch.Generator().manual_seed(0)
-    one = dense(mask="causal", modifiers=changed(AXES), head_dim=64)
-    operands = narrowed(one, inputs.make(one, CPU, generator, guard=3))
-    case = gradient_check.case_of(one, operands, generator, guard=3)
-    text = rendered_gradients(one)
+    problem = dense(mask="causal", modifiers=changed(AXES), head_dim=64)
+    operands = narrowed(problem, inputs.make(problem, CPU, generator, guard=3))
+    case = gradient_check.case_of(problem, operands, generator, guard=3)
+    text = rendered_gradients(problem)
     assert gradient_check.judge(compiler.load(text, CPU), [case]).reason == ""
     wrong = compiler.load(planted(text, "PAIR_QUERIES), seq_q - 1)", "PAIR_QUERIES), seq_q)"), CPU)
     with pytest.raises(AutoattnError, match=OUTSIDE):
@@ -202,10 +202,10 @@ def test_no_place_behind_the_last_is_read_for_gradients() -> None:
 def test_no_place_behind_the_last_is_read_for_outputs() -> None:
     facts: dict[str, Any] = {"mask": "causal", "modifiers": changed(AXES), "head_dim": 64}
     generator = torch.Generator().manual_seed(0)
-    one = gluon_kernels.problem(**facts, batch=2, heads_q=2, heads_kv=1, seq_q=70, seq_kv=140)
-    operands = narrowed(one, inputs.make(one, CPU, generator, guard=3))
+    problem = gluon_kernels.problem(**facts, batch=2, heads_q=2, heads_kv=1, seq_q=70, seq_kv=140)
+    operands = narrowed(problem, inputs.make(problem, CPU, generator, guard=3))
     text = source(gluon_kernels.problem(**facts), lse=True, **BASE)
-    case = output_check.case_of(one, operands, generator, guard=3)
+    case = output_check.case_of(problem, operands, generator, guard=3)
     assert output_check.judge(compiler.load(text, CPU), [case]).reason == ""
     wrong = compiler.load(planted(text, "gl.minimum(kv_idx, gl.maximum(seq_kv - 1, 0))", "kv_idx"), CPU)
     with pytest.raises(AutoattnError, match=OUTSIDE):
@@ -218,17 +218,17 @@ SEQUENCES = "captured0: float32[2]\nscore * captured0[b, h]"
 BEHIND = ("b = gl.minimum(sequence, batch - 1)", "b = sequence")
 
 
-def of_sequences(one: Problem) -> Operands:
+def of_sequences(problem: Problem) -> Operands:
     """Packed operands of LENGTHS, with a captured tensor that holds each sequence, and not one more."""
-    operands = inputs.make(one, CPU, torch.Generator().manual_seed(0), guard=3, lengths=LENGTHS)
-    return replace(operands, score_captures=(operands.score_captures[0][: one.batch, : one.heads_q].clone(),))
+    operands = inputs.make(problem, CPU, torch.Generator().manual_seed(0), guard=3, lengths=LENGTHS)
+    return replace(operands, score_captures=(operands.score_captures[0][: problem.batch, : problem.heads_q].clone(),))
 
 
 @pytest.mark.usefixtures("poisoned_memory")
 def test_no_sequence_behind_the_last_is_read_for_gradients() -> None:
-    one = packed.problem(LENGTHS, mask="causal", modifiers=changed(SEQUENCES))
-    case = gradient_check.case_of(one, of_sequences(one), torch.Generator().manual_seed(0), guard=3)
-    text = packed.rendered(one, order="any", BLOCK_M=64, schedule="one_tile")
+    problem = packed.make_problem(LENGTHS, mask="causal", modifiers=changed(SEQUENCES))
+    case = gradient_check.case_of(problem, of_sequences(problem), torch.Generator().manual_seed(0), guard=3)
+    text = packed.rendered(problem, order="any", BLOCK_M=64, schedule="one_tile")
     assert gradient_check.judge(compiler.load(text, CPU), [case]).reason == ""
     with pytest.raises(AutoattnError, match=OUTSIDE):
         gradient_check.judge(compiler.load(planted(text, *BEHIND), CPU), [case])
@@ -236,8 +236,8 @@ def test_no_sequence_behind_the_last_is_read_for_gradients() -> None:
 
 def test_no_sequence_behind_the_last_is_read_for_outputs() -> None:
     facts: dict[str, Any] = {"mask": "causal", "modifiers": changed(SEQUENCES), "head_dim": 64, "layout": Layout.PACKED}
-    one = replace(packed.problem(LENGTHS, mask="causal", modifiers=changed(SEQUENCES)), op=Op.FORWARD)
-    case = output_check.case_of(one, of_sequences(one), torch.Generator().manual_seed(0), guard=3)
+    problem = replace(packed.make_problem(LENGTHS, mask="causal", modifiers=changed(SEQUENCES)), op=Op.FORWARD)
+    case = output_check.case_of(problem, of_sequences(problem), torch.Generator().manual_seed(0), guard=3)
     text = source(gluon_kernels.problem(**facts), lse=True, **BASE)
     assert output_check.judge(compiler.load(text, CPU), [case]).reason == ""
     with pytest.raises(AutoattnError, match=OUTSIDE):

@@ -49,7 +49,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 LENGTHS = ((0, 9), (70, 150), (5, 0), (130, 70), (1, 1))
 
 
-def problem(**facts: Any) -> Problem:
+def make_problem(**facts: Any) -> Problem:
     sizes = {"batch": 2, "heads_q": 8, "heads_kv": 2, "seq_q": 200, "seq_kv": 150, "head_dim": 64, "mask": "causal"}
     return hopper_gradients.problem(**{**sizes, **facts})
 
@@ -57,21 +57,21 @@ def problem(**facts: Any) -> Problem:
 def packed(**facts: Any) -> Problem:
     queries, keys = zip(*LENGTHS, strict=True)
     tokens = {"tokens_q": sum(queries) + 3, "tokens_kv": sum(keys) + 3, "seq_q": max(queries), "seq_kv": max(keys)}
-    return problem(layout=Layout.PACKED, batch=len(LENGTHS), **tokens, **facts)
+    return make_problem(layout=Layout.PACKED, batch=len(LENGTHS), **tokens, **facts)
 
 
-def rendered(one: Problem, **chosen: Any) -> Source:
+def rendered(problem: Problem, **chosen: Any) -> Source:
     """The template's default for a larger problem of this kind, changed."""
-    tokens = 16384 if one.packed else 0
-    many = replace(one, batch=2, seq_q=8192, seq_kv=8192, tokens_q=tokens, tokens_kv=tokens)
-    return render.render(one, hopper_gradients.feasible(many, **chosen))
+    tokens = 16384 if problem.packed else 0
+    many = replace(problem, batch=2, seq_q=8192, seq_kv=8192, tokens_q=tokens, tokens_kv=tokens)
+    return render.render(problem, hopper_gradients.feasible(many, **chosen))
 
 
-def judged(text: Source, one: Problem, programs: int = 2) -> str:
+def judged(text: Source, problem: Problem, programs: int = 2) -> str:
     """What the gate says of the kernels, or the fault that ends them; empty where they are right."""
     kernel = replace(compiler.load(text, CPU), sm_count=programs)
-    lengths = LENGTHS if one.packed else None
-    case = gradient_check.make_case(one, CPU, torch.Generator().manual_seed(0), guard=3, lengths=lengths)
+    lengths = LENGTHS if problem.packed else None
+    case = gradient_check.make_case(problem, CPU, torch.Generator().manual_seed(0), guard=3, lengths=lengths)
     try:
         return gradient_check.judge(kernel, [case]).reason
     except AutoattnError as error:
@@ -84,9 +84,9 @@ OFTEN = "two heads each, and one", "in turns", "wide heads"
 @pytest.mark.parametrize("kind", rarely(CASES, lambda kind: kind in OFTEN))
 def test_gradients_of_shared_keys_are_the_sums_of_what_each_programs_heads_give(kind: str) -> None:
     facts, chosen = CASES[kind]
-    one = problem(**facts)
+    problem = make_problem(**facts)
     # The interpreter runs programs one after the other, so that none can wait for the turn of a later one.
-    assert judged(rendered(one, **chosen), one, programs=1 if "turns" in kind else 3) == ""
+    assert judged(rendered(problem, **chosen), problem, programs=1 if "turns" in kind else 3) == ""
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_gradients_of_shared_keys_are_the_sums_of_what_each_programs_heads_give(
     ),
 )
 def test_keys_of_packed_sequences_have_gradients_of_their_own_heads(head_dim: int, chosen: dict[str, Any]) -> None:
-    one = packed(head_dim=head_dim)
-    assert judged(rendered(one, **chosen), one) == ""
+    problem = packed(head_dim=head_dim)
+    assert judged(rendered(problem, **chosen), problem) == ""
 
 
 @pytest.mark.parametrize(
@@ -112,15 +112,15 @@ def test_keys_of_packed_sequences_have_gradients_of_their_own_heads(head_dim: in
     ids=["a part is left out", "a head of other keys is walked", "heads are walked twice", "a row too many is written"],
 )
 def test_a_kernel_that_adds_up_other_parts_is_wrong(right: str, wrong: str) -> None:
-    one = problem(heads_q=6)
-    assert judged(planted(rendered(one, **WALK, WALKED_HEADS=2), right, wrong), one) != ""
+    problem = make_problem(heads_q=6)
+    assert judged(planted(rendered(problem, **WALK, WALKED_HEADS=2), right, wrong), problem) != ""
 
 
 def test_gradients_repeat_to_the_bit_where_programs_take_turns() -> None:
-    one = problem(head_dim=128)
-    kernel = replace(compiler.load(rendered(one, **TURNS, WALKED_HEADS=1), CPU), sm_count=1)
-    case = gradient_check.make_case(one, CPU, torch.Generator().manual_seed(0))
+    problem = make_problem(head_dim=128)
+    kernel = replace(compiler.load(rendered(problem, **TURNS, WALKED_HEADS=1), CPU), sm_count=1)
+    case = gradient_check.make_case(problem, CPU, torch.Generator().manual_seed(0))
     first, second = gradient_check.room_of(case), gradient_check.room_of(case)
-    backward.launch(kernel, one, case.operands, case.saved, first)
-    backward.launch(kernel, one, case.operands, case.saved, second)
+    backward.launch(kernel, problem, case.operands, case.saved, first)
+    backward.launch(kernel, problem, case.operands, case.saved, second)
     assert gradient_check.unlike(first, second) == ""

@@ -39,34 +39,39 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
 }
 
 
-def problem(lengths: tuple[int, int], **facts: Any) -> Problem:
+def make_problem(lengths: tuple[int, int], **facts: Any) -> Problem:
     sizes = {"batch": 2, "heads_q": 2, "heads_kv": 1, "seq_q": lengths[0], "seq_kv": lengths[1], "head_dim": 64}
     return hopper_gradients.problem(**{**sizes, **facts})
 
 
-def rendered(one: Problem, **chosen: Any) -> Source:
+def rendered(problem: Problem, **chosen: Any) -> Source:
     """The template's default for a large problem of this kind, changed."""
     many = hopper_gradients.problem(
-        mask=one.mask, modifiers=one.modifiers, head_dim=one.head_dim, head_dim_v=one.head_dim_v
+        mask=problem.mask, modifiers=problem.modifiers, head_dim=problem.head_dim, head_dim_v=problem.head_dim_v
     )
-    return render.render(one, hopper_gradients.feasible(many, **chosen))
+    return render.render(problem, hopper_gradients.feasible(many, **chosen))
 
 
-def own_tables(one: Problem) -> Operands:
+def own_tables(problem: Problem) -> Operands:
     """Each sequence and head has a table of its own; the first one's first queries and last keys are in no block."""
     generator = torch.Generator().manual_seed(0)
-    shape = (one.batch, one.heads_q, -(-one.seq_q // one.mask.block_q), -(-one.seq_kv // one.mask.block_kv))
+    shape = (
+        problem.batch,
+        problem.heads_q,
+        -(-problem.seq_q // problem.mask.block_q),
+        -(-problem.seq_kv // problem.mask.block_kv),
+    )
     kept, cut = (torch.rand(shape, generator=generator) < share for share in (0.6, 0.5))
     kept[0, 0, 0] = False
     kept[0, 0, :, -1] = False
-    sizes = {"block_q": one.mask.block_q, "block_kv": one.mask.block_kv, "seq_kv": one.seq_kv}
-    table = block_table.table_of(kept, **sizes, partial=cut if one.mask.mod else None)
-    return replace(interpreted.inside_nan(one), table=table)
+    sizes = {"block_q": problem.mask.block_q, "block_kv": problem.mask.block_kv, "seq_kv": problem.seq_kv}
+    table = block_table.table_of(kept, **sizes, partial=cut if problem.mask.mod else None)
+    return replace(interpreted.inside_nan(problem), table=table)
 
 
-def judged(text: Source, one: Problem) -> str:
+def judged(text: Source, problem: Problem) -> str:
     """What the gate says of the kernels, or the fault that ends them; empty where they are right."""
-    case = gradient_check.case_of(one, own_tables(one), torch.Generator().manual_seed(0), guard=0, lse=False)
+    case = gradient_check.case_of(problem, own_tables(problem), torch.Generator().manual_seed(0), guard=0, lse=False)
     try:
         return gradient_check.judge(compiler.load(text, CPU), [case]).reason
     except AutoattnError as error:
@@ -77,8 +82,8 @@ def judged(text: Source, one: Problem) -> str:
 @pytest.mark.parametrize("name", rarely(CASES, lambda name: name in ("whole blocks", "documents", "wide heads")))
 def test_each_head_has_the_gradients_of_its_own_table(name: str) -> None:
     facts, chosen, lengths = CASES[name]
-    one = problem(lengths, **facts)
-    assert judged(rendered(one, **chosen), one) == ""
+    problem = make_problem(lengths, **facts)
+    assert judged(rendered(problem, **chosen), problem) == ""
 
 
 FAULTS = {
@@ -93,9 +98,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", rarely(FAULTS, lambda name: name in list(FAULTS)[:2]))
 def test_a_planted_fault_is_found(name: str) -> None:
-    one = problem((300, 300), mask=Mask.blocks(256, 128, 0.5, HEADS))
-    text = rendered(one, BLOCK_M=64, next_scores="after_value_grad")
-    assert judged(text, one) == ""
+    problem = make_problem((300, 300), mask=Mask.blocks(256, 128, 0.5, HEADS))
+    text = rendered(problem, BLOCK_M=64, next_scores="after_value_grad")
+    assert judged(text, problem) == ""
     right, wrong = FAULTS[name]
     assert right in text.text
-    assert judged(replace(text, text=text.text.replace(right, wrong)), one) != ""
+    assert judged(replace(text, text=text.text.replace(right, wrong)), problem) != ""

@@ -34,20 +34,20 @@ ORDERS: tuple[dict[str, Any], ...] = (
 TURNS: dict[str, Any] = {"slot_release": "mbarrier", "next_scores": "after_query_grad", "value_grad": "late"}
 
 
-def problem(**facts: Any) -> Problem:
+def make_problem(**facts: Any) -> Problem:
     sizes = {"batch": 1, "heads_q": 2, "heads_kv": 1, "seq_q": 330, "seq_kv": 150, "mask": "causal"}
     return hopper_gradients.problem(**{**sizes, **facts})
 
 
-def rendered(one: Problem, **chosen: Any) -> Source:
+def rendered(problem: Problem, **chosen: Any) -> Source:
     """The template's default for a large problem of this kind, changed."""
-    many = replace(one, batch=4, heads_q=32, heads_kv=16, seq_q=4096, seq_kv=4096)
-    return render.render(one, hopper_gradients.variant(many, **chosen))
+    many = replace(problem, batch=4, heads_q=32, heads_kv=16, seq_q=4096, seq_kv=4096)
+    return render.render(problem, hopper_gradients.variant(many, **chosen))
 
 
-def judged(text: Source, one: Problem) -> str:
+def judged(text: Source, problem: Problem) -> str:
     """What the gate says of the kernels, or the fault that ends them; empty where they are right."""
-    case = gradient_check.make_case(one, CPU, torch.Generator().manual_seed(0), guard=3, lse=False)
+    case = gradient_check.make_case(problem, CPU, torch.Generator().manual_seed(0), guard=3, lse=False)
     try:
         return gradient_check.judge(compiler.load(text, CPU), [case]).reason
     except AutoattnError as error:
@@ -59,15 +59,15 @@ def judged(text: Source, one: Problem) -> str:
 def test_whatever_is_begun_first_the_gradients_are_right(
     order: dict[str, Any], head_dims: tuple[int, int], mask: str
 ) -> None:
-    one = problem(head_dim=head_dims[0], head_dim_v=head_dims[1], mask=mask)
-    assert judged(rendered(one, **order), one) == ""
+    problem = make_problem(head_dim=head_dims[0], head_dim_v=head_dims[1], mask=mask)
+    assert judged(rendered(problem, **order), problem) == ""
 
 
 # Queries and keys: fewer than a block, no step for some keys, and blocks that end behind the last query
 @pytest.mark.parametrize("lengths", [(70, 140), (1, 300), (300, 70), (64, 64)], ids=str)
 def test_programs_of_no_step_or_of_one_leave_no_barrier_behind(lengths: tuple[int, int]) -> None:
-    one = problem(seq_q=lengths[0], seq_kv=lengths[1], head_dim=192, mask="causal:top-left")
-    assert judged(rendered(one), one) == ""
+    problem = make_problem(seq_q=lengths[0], seq_kv=lengths[1], head_dim=192, mask="causal:top-left")
+    assert judged(rendered(problem), problem) == ""
 
 
 @pytest.mark.parametrize(
@@ -75,17 +75,17 @@ def test_programs_of_no_step_or_of_one_leave_no_barrier_behind(lengths: tuple[in
         lambda case: case[0] == "full")
 )  # fmt: skip
 def test_consumers_add_in_turn_to_the_row_of_the_step_before(mask: str, order: str) -> None:
-    one = problem(head_dim=192, mask=mask, deterministic=True)
-    assert judged(rendered(one, order=order, **TURNS), one) == ""
+    problem = make_problem(head_dim=192, mask=mask, deterministic=True)
+    assert judged(rendered(problem, order=order, **TURNS), problem) == ""
 
 
 @pytest.mark.parametrize(
     "changed", [Modifiers(softcap=True), Modifiers(score_mod="20.0 * tanh(score / 20.0)")], ids=str
 )
 def test_a_factor_of_scores_gradients_lies_where_they_were_read(changed: Modifiers) -> None:
-    one = problem(head_dim=192, head_dim_v=128, modifiers=changed)
+    problem = make_problem(head_dim=192, head_dim_v=128, modifiers=changed)
     for next_scores in ("after_query_grad", "at_once"):
-        assert judged(rendered(one, next_scores=next_scores, mask_loop="split"), one) == ""
+        assert judged(rendered(problem, next_scores=next_scores, mask_loop="split"), problem) == ""
 
 
 BEGUN: dict[str, Any] = {"next_scores": "at_once", "value_grad": "late", "mask_loop": "branch"}
@@ -127,9 +127,9 @@ FAULTS: dict[str, tuple[tuple[str, str], ...]] = {
 
 @pytest.mark.parametrize("name", rarely(FAULTS, lambda name: name.startswith("one tile")))
 def test_a_planted_fault_is_found(name: str) -> None:
-    one = problem(head_dim=192, mask="full")
-    text = rendered(one, **BEGUN)
-    assert judged(text, one) == ""
+    problem = make_problem(head_dim=192, mask="full")
+    text = rendered(problem, **BEGUN)
+    assert judged(text, problem) == ""
     for right, wrong in FAULTS[name]:
         text = planted(text, right, wrong)
-    assert judged(text, one) != ""
+    assert judged(text, problem) != ""
