@@ -52,11 +52,13 @@ def finished(
     taken = []
     for number in range(count):
         hot = number < slow
-        found = {name: time_us * (9.0 if hot else 1.0) * (1 + rng.gauss(0, spread)) for name, time_us in named.items()}
-        taken.append(Round(times_us=found, pulse=Pulse(clock_mhz=1980, slowed=hot)))
-    energies = tuple(Energy(joules=one, watts=600.0) for one in joules) if joules else ()
+        times_us = {
+            name: time_us * (9.0 if hot else 1.0) * (1 + rng.gauss(0, spread)) for name, time_us in named.items()
+        }
+        taken.append(Round(times_us=times_us, pulse=Pulse(clock_mhz=1980, slowed=hot)))
+    energies = tuple(Energy(joules=energy, watts=600.0) for energy in joules) if joules else ()
     return Finished(
-        verdicts=tuple(replace(GOOD, rms_error=one) for one in errors or [1e-4] * len(times)),
+        verdicts=tuple(replace(GOOD, rms_error=error) for error in errors or [1e-4] * len(times)),
         measurements=tuple(samples.measurement(PROBLEM, time_us) for time_us in times),
         rivals=tuple(
             Rival(name=name, measurement=samples.measurement(PROBLEM, time_us), max_error=1e-3, rms_error=1e-4)
@@ -69,31 +71,31 @@ def finished(
 
 def decided(trials: list[Trial], result: Finished, **facts: Any) -> Decision:
     known = {"objective": Objective.TIME, "default": ELSEWHERE, "previous": None, **facts}
-    found = decide(trials, result, **known)
-    assert isinstance(found, Decision), found
-    return found
+    decision = decide(trials, result, **known)
+    assert isinstance(decision, Decision), decision
+    return decision
 
 
 def tied(decision: Decision) -> set[str]:
-    return {one.source_digest for one in decision.finals.finalists if one.tied}
+    return {finalist.source_digest for finalist in decision.finals.finalists if finalist.tied}
 
 
 def test_a_clearly_faster_finalist_wins_with_an_interval_over_each_other() -> None:
     trials = [trial(0), trial(1), trial(2)]
-    found = decided(trials, finished([110.0, 100.0, 140.0], {"sdpa": 107.0}))
-    assert found.winner is trials[1]
-    assert tied(found) == {trials[1].digest}
-    first, second, third = found.finals.finalists
+    decision = decided(trials, finished([110.0, 100.0, 140.0], {"sdpa": 107.0}))
+    assert decision.winner is trials[1]
+    assert tied(decision) == {trials[1].digest}
+    first, second, third = decision.finals.finalists
     assert [first.lead, first.source_digest] == [None, trials[1].digest]
     assert second.lead is not None
     assert 1.09 < second.lead.low < 1.1 < second.lead.high < 1.11
     assert third.lead is not None
     assert third.lead.low > 1.39
-    (rival,) = found.rivals
+    (rival,) = decision.rivals
     assert rival.lead is not None
     assert 1.06 < rival.lead.low < rival.lead.ratio < rival.lead.high < 1.08
-    assert found.finals.decided
-    assert found.choice == KERNEL
+    assert decision.finals.decided
+    assert decision.choice == KERNEL
 
 
 def test_of_equals_the_previous_winner_stays() -> None:
@@ -101,7 +103,7 @@ def test_of_equals_the_previous_winner_stays() -> None:
     result = finished([100.0, 100.1, 100.05])
     assert decided(trials, result, previous=trials[1].variant).winner is trials[1]
     assert decided(trials, result).winner is trials[2]
-    assert tied(decided(trials, result)) == {one.digest for one in trials}
+    assert tied(decided(trials, result)) == {trial.digest for trial in trials}
 
 
 @pytest.mark.parametrize("facts", [{"shared": 1000}, {"registers": 64}, {"spilled": 0}])
@@ -128,18 +130,18 @@ def test_the_previous_winner_goes_when_it_is_told_apart() -> None:
 
 def test_without_enough_rounds_only_who_seems_as_fast_may_win() -> None:
     trials = [trial(0), trial(1, shared=10), trial(2, shared=1)]
-    found = decided(trials, finished([100.0, 100.5, 105.0], {"sdpa": 90.0}, count=4, spread=1e-4))
-    assert found.winner is trials[1]
-    assert not found.finals.decided
-    assert [one.lead for one in found.finals.finalists] == [None] * 3
-    assert found.rivals[0].lead is None
-    assert found.choice == "sdpa"
+    decision = decided(trials, finished([100.0, 100.5, 105.0], {"sdpa": 90.0}, count=4, spread=1e-4))
+    assert decision.winner is trials[1]
+    assert not decision.finals.decided
+    assert [finalist.lead for finalist in decision.finals.finalists] == [None] * 3
+    assert decision.rivals[0].lead is None
+    assert decision.choice == "sdpa"
 
 
 def test_rounds_of_a_slowed_card_are_counted_out() -> None:
     trials = [trial(0), trial(1)]
-    found = decided(trials, finished([100.0, 110.0], count=100, slow=30))
-    assert (found.finals.rounds, found.finals.discarded) == (70, 30)
+    decision = decided(trials, finished([100.0, 110.0], count=100, slow=30))
+    assert (decision.finals.rounds, decision.finals.discarded) == (70, 30)
 
 
 def test_a_rival_is_chosen_only_when_the_rounds_say_that_it_is_faster() -> None:
@@ -154,8 +156,8 @@ def test_a_rival_is_chosen_only_when_the_rounds_say_that_it_is_faster() -> None:
 
 def test_the_default_is_a_rival_with_its_interval_unless_it_wins() -> None:
     trials = [trial(0), trial(1)]
-    found = decided(trials, finished([100.0, 120.0]), default=trials[1].variant)
-    (rival,) = found.rivals
+    decision = decided(trials, finished([100.0, 120.0]), default=trials[1].variant)
+    (rival,) = decision.rivals
     assert rival.name == finals.TEMPLATE_DEFAULT
     assert rival.lead is not None
     assert rival.lead.ratio == pytest.approx(1.2, abs=0.01)
@@ -163,13 +165,13 @@ def test_the_default_is_a_rival_with_its_interval_unless_it_wins() -> None:
 
 
 def test_a_peer_that_is_the_fastest_is_recorded_and_never_chosen() -> None:
-    found = decided([trial(0)], finished([100.0], {"sdpa": 97.0, "fa4": 50.0}))
-    assert found.choice == "sdpa"
+    decision = decided([trial(0)], finished([100.0], {"sdpa": 97.0, "fa4": 50.0}))
+    assert decision.choice == "sdpa"
     assert decided([trial(0)], finished([100.0], {"sdpa": 120.0, "fa4": 50.0})).choice == KERNEL
-    peer = next(rival for rival in found.rivals if rival.name == "fa4")
+    peer = next(rival for rival in decision.rivals if rival.name == "fa4")
     assert peer.lead is not None
     assert 0.49 < peer.lead.low < peer.lead.high < 0.51
-    assert found.absent == {}
+    assert decision.absent == {}
 
 
 def test_a_rival_with_wrong_numbers_is_left_out_with_its_reason() -> None:
@@ -178,9 +180,9 @@ def test_a_rival_with_wrong_numbers_is_left_out_with_its_reason() -> None:
     rivals = tuple(
         replace(rival, max_error=allowed * 1.01) if rival.name == "fa4" else rival for rival in result.rivals
     )
-    found = decided([trial(0)], replace(result, rivals=rivals, absent={"flex": "not installed"}))
-    assert [rival.name for rival in found.rivals] == ["sdpa"]
-    assert found.absent == {"flex": "not installed", "fa4": "wrong: error 0.0162 where 0.016 is allowed"}
+    decision = decided([trial(0)], replace(result, rivals=rivals, absent={"flex": "not installed"}))
+    assert [rival.name for rival in decision.rivals] == ["sdpa"]
+    assert decision.absent == {"flex": "not installed", "fa4": "wrong: error 0.0162 where 0.016 is allowed"}
 
 
 # --- objectives -------------------------------------------------------------------------------------------------------
@@ -191,17 +193,17 @@ def test_for_energy_the_fewest_joules_win_and_time_decides_between_equals() -> N
     result = finished([100.0, 110.0, 120.0], joules=[0.080, 0.060, 0.0605])
     assert decided(trials, result, objective=Objective.ENERGY).winner is trials[1]
     result = finished([100.0, 120.0, 110.0], joules=[0.080, 0.060, 0.0605])
-    found = decided(trials, result, objective=Objective.ENERGY)
-    assert found.winner is trials[2]
-    assert [one.energy for one in found.finals.finalists if one.source_digest == trials[2].digest] == [
-        Energy(joules=0.0605, watts=600.0)
-    ]
+    decision = decided(trials, result, objective=Objective.ENERGY)
+    assert decision.winner is trials[2]
+    assert [
+        finalist.energy for finalist in decision.finals.finalists if finalist.source_digest == trials[2].digest
+    ] == [Energy(joules=0.0605, watts=600.0)]
 
 
 def test_for_energy_the_counter_must_be_there() -> None:
-    found = decide([trial(0)], finished([100.0]), objective=Objective.ENERGY, default=ELSEWHERE, previous=None)
-    assert isinstance(found, str)
-    assert "NVML" in found
+    reason = decide([trial(0)], finished([100.0]), objective=Objective.ENERGY, default=ELSEWHERE, previous=None)
+    assert isinstance(reason, str)
+    assert "NVML" in reason
 
 
 def test_for_error_the_smallest_wins_and_time_decides_between_equals() -> None:
@@ -233,6 +235,6 @@ def test_the_shortlist_is_of_the_fastest_or_of_the_most_accurate() -> None:
 def test_a_variant_of_nobody_is_no_winner() -> None:
     bad = replace(GOOD, ok=False, reason="error 1")
     result = Finished(verdicts=(bad,), measurements=(None,), rivals=())
-    found = decide([trial(0)], result, objective=Objective.TIME, default=ELSEWHERE, previous=None)
-    assert found == "no finalist was right at full size: error 1"
+    reason = decide([trial(0)], result, objective=Objective.TIME, default=ELSEWHERE, previous=None)
+    assert reason == "no finalist was right at full size: error 1"
     assert isinstance(ELSEWHERE, Variant)

@@ -25,10 +25,10 @@ TIMES = {finalist_name(0): 10.0, finalist_name(2): 12.0, "sdpa": 15.0}
 class FinalsTimer:
     """A stopwatch on a card that is slowed down, and ten times slower, in every fifth round."""
 
-    asked: list[Any] = field(default_factory=list)
+    requests: list[Any] = field(default_factory=list)
 
     def finals(self, calls: Mapping[str, Any], finalists: Sequence[str], *, seconds: float, seed: int) -> list[Round]:
-        self.asked.append((list(calls), list(finalists), seconds, seed))
+        self.requests.append((list(calls), list(finalists), seconds, seed))
         rounds = []
         for number in range(20):
             slow = number % 5 == 0
@@ -37,7 +37,7 @@ class FinalsTimer:
         return rounds
 
     def energy(self, call: Any, seconds: float) -> Energy | None:
-        self.asked.append(seconds)
+        self.requests.append(seconds)
         return Energy(joules=call(), watts=500.0)
 
 
@@ -53,13 +53,13 @@ def finished(job: Final, stopwatch: Any) -> Any:
 
 
 def test_rounds_of_a_slowed_card_are_kept_but_not_counted() -> None:
-    found = finished(final(), FinalsTimer())
-    assert len(found.rounds) == 20
-    first, wrong, third = found.measurements
+    result = finished(final(), FinalsTimer())
+    assert len(result.rounds) == 20
+    first, wrong, third = result.measurements
     assert wrong is None
     assert (first.median_us, first.samples, first.clock_mhz, first.throttled) == (10.0, 16, 1800, False)
     assert third.p80_us == 12.0
-    (rival,) = found.rivals
+    (rival,) = result.rivals
     assert (rival.name, rival.measurement.median_us) == ("sdpa", 15.0)
     assert (rival.max_error, rival.rms_error) == (2e-3, 3e-4)
 
@@ -68,16 +68,16 @@ def test_the_finalists_are_told_from_the_rivals() -> None:
     stopwatch = FinalsTimer()
     finished(final(), stopwatch)
     ours = [finalist_name(0), finalist_name(2)]
-    assert stopwatch.asked == [(["sdpa", *ours], ours, 0.5, 7)]
+    assert stopwatch.requests == [(["sdpa", *ours], ours, 0.5, 7)]
 
 
 def test_energy_is_counted_where_it_is_asked_for() -> None:
     stopwatch = FinalsTimer()
     assert finished(final(), stopwatch).energies == (None, None, None)
-    found = finished(final(energy_seconds=0.25), stopwatch)
-    assert found.energies == (Energy(joules=0.1, watts=500.0), None, Energy(joules=0.3, watts=500.0))
-    assert found.rivals[0].energy == Energy(joules=0.5, watts=500.0)
-    assert stopwatch.asked[-3:] == [0.25] * 3
+    result = finished(final(energy_seconds=0.25), stopwatch)
+    assert result.energies == (Energy(joules=0.1, watts=500.0), None, Energy(joules=0.3, watts=500.0))
+    assert result.rivals[0].energy == Energy(joules=0.5, watts=500.0)
+    assert stopwatch.requests[-3:] == [0.25] * 3
 
 
 class PairedTimer:
@@ -96,6 +96,6 @@ def test_the_worst_case_is_told_over_the_usual_one_of_the_same_rounds(
     flags: torch.Tensor | None, counted: tuple[int, int]
 ) -> None:
     job = Outgrow(problem=PROBLEM, source=render.render(PROBLEM, kernels.variant()), seed=7)
-    found = job.time(PairedTimer(), lambda: None, lambda: None, GOOD, flags)  # type: ignore[arg-type]
-    assert (found.slowdown, found.median_us, found.rounds, found.max_error) == (2.5, 300.0, 3, 1e-3)
-    assert (found.tiles, found.redone) == counted
+    worst_case = job.time(PairedTimer(), lambda: None, lambda: None, GOOD, flags)  # type: ignore[arg-type]
+    assert (worst_case.slowdown, worst_case.median_us, worst_case.rounds, worst_case.max_error) == (2.5, 300.0, 3, 1e-3)
+    assert (worst_case.tiles, worst_case.redone) == counted

@@ -38,23 +38,23 @@ def card() -> Device:
     return present
 
 
-def keeping(one: Problem, card: Device, template: str, **changes: Any) -> Variant:
+def keeping(problem: Problem, card: Device, template: str, **changes: Any) -> Variant:
     """The first seed that keeps its first maximum, changed; skips where the card has no such kernel."""
     points = search_space.load(template)
-    for seed in points.seeds_for(one, card):
+    for seed in points.seeds_for(problem, card):
         if seed["softmax"] == template_facts.FIRST_MAX:
             variant = Variant.of(template, {**seed.as_dict(), **changes})
-            assert points.why_infeasible(variant, one, card) is None
+            assert points.why_infeasible(variant, problem, card) is None
             return variant
     pytest.skip(f"{template} has no seed that keeps its first maximum here")
 
 
-def worst_of(one: Problem, variant: Variant) -> WorstCase:
+def worst_of(problem: Problem, variant: Variant) -> WorstCase:
     """It is as right as these types can say it: a row is nearly one value, or a mean of two whose scores are close."""
-    found = Outgrow(problem=one, source=render.render(one, variant), seed=0).run({})
-    assert isinstance(found, WorstCase), found
-    assert found.max_error < {DType.FLOAT16: 0.01, DType.BFLOAT16: 0.06}[one.dtype]
-    return found
+    worst_case = Outgrow(problem=problem, source=render.render(problem, variant), seed=0).run({})
+    assert isinstance(worst_case, WorstCase), worst_case
+    assert worst_case.max_error < {DType.FLOAT16: 0.01, DType.BFLOAT16: 0.06}[problem.dtype]
+    return worst_case
 
 
 @pytest.mark.parametrize("schedule", ["dynamic", "persistent", "one_tile"])
@@ -64,15 +64,15 @@ def test_the_worst_inputs_have_hoppers_kernels_compute_their_tiles_twice(
     mask: str, dtype: DType, schedule: str, card: Device
 ) -> None:
     """All tiles but, under a causal mask, those of the first rows, which see no other keys than their first block's."""
-    one = kernels.problem(**{**FACTS, "mask": mask, "dtype": dtype})
+    problem = kernels.problem(**{**FACTS, "mask": mask, "dtype": dtype})
     changes: dict[str, Any] = {"schedule": schedule}
     if schedule == "one_tile":
         changes |= {"query_stages": 1, "output_buffer": "shared"}
-    found = worst_of(one, keeping(one, card, HOPPER, **changes))
-    assert found.tiles >= HEADS * 4096 // 256
+    worst_case = worst_of(problem, keeping(problem, card, HOPPER, **changes))
+    assert worst_case.tiles >= HEADS * 4096 // 256
     spared = HEADS if mask == "causal" else 0
-    assert found.tiles - spared <= found.redone <= found.tiles
-    assert 1.2 < found.slowdown < 8.0
+    assert worst_case.tiles - spared <= worst_case.redone <= worst_case.tiles
+    assert 1.2 < worst_case.slowdown < 8.0
 
 
 @pytest.mark.parametrize(
@@ -81,27 +81,27 @@ def test_the_worst_inputs_have_hoppers_kernels_compute_their_tiles_twice(
     ids=["window", "head dim 64", "fewer queries, grouped"],
 )
 def test_nearly_all_of_other_problems_tiles_are_computed_twice(changes: dict[str, Any], card: Device) -> None:
-    one = kernels.problem(**{**FACTS, **changes})
-    found = worst_of(one, keeping(one, card, HOPPER))
-    assert found.tiles - HEADS <= found.redone <= found.tiles
-    assert found.slowdown > 1.2
+    problem = kernels.problem(**{**FACTS, **changes})
+    worst_case = worst_of(problem, keeping(problem, card, HOPPER))
+    assert worst_case.tiles - HEADS <= worst_case.redone <= worst_case.tiles
+    assert worst_case.slowdown > 1.2
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "window:1024,0", "blocks:128x128,0.5"])
 def test_the_worst_inputs_have_plain_tritons_kernels_compute_their_tiles_twice(mask: str, card: Device) -> None:
     """They do not count tiles. A kernel that never computes one again leaves NaN in each that should have been."""
-    one = kernels.problem(**{**FACTS, "mask": mask})
-    variant = keeping(one, card, PLAIN)
-    found = worst_of(one, variant)
-    assert (found.tiles, found.redone) == (0, 0)
-    assert found.slowdown > 1.2
-    source = render.render(one, variant)
+    problem = kernels.problem(**{**FACTS, "mask": mask})
+    variant = keeping(problem, card, PLAIN)
+    worst_case = worst_of(problem, variant)
+    assert (worst_case.tiles, worst_case.redone) == (0, 0)
+    assert worst_case.slowdown > 1.2
+    source = render.render(problem, variant)
     test = "if tl.max(tl.where(spoilt == 0.0, 0, 1)) > 0:"
     assert source.text.count(test) == 1
     never = replace(source, text=source.text.replace(test, test.replace("> 0:", "> 1:")))
-    operands = inputs.make(one, CUDA, torch.Generator().manual_seed(1), scores=Scores.OUTGROWN)
-    output = forward.empty_output(one, operands.query)
-    forward.launch(compiler.load(never, CUDA), one, operands, output, None)
+    operands = inputs.make(problem, CUDA, torch.Generator().manual_seed(1), scores=Scores.OUTGROWN)
+    output = forward.empty_output(problem, operands.query)
+    forward.launch(compiler.load(never, CUDA), problem, operands, output, None)
     rows = int(variant["BLOCK_M"])
     spoilt = output.isnan().any(3).unflatten(2, (-1, rows)).any(3)  # [batch, heads, tiles]
     first = math.ceil(int(variant["BLOCK_N"]) / rows)  # tiles that may see the first block alone
@@ -110,10 +110,10 @@ def test_the_worst_inputs_have_plain_tritons_kernels_compute_their_tiles_twice(m
 
 def test_normal_inputs_have_no_worst_case(card: Device) -> None:
     """What the test above calls spoilt is not so without scores that outgrow a maximum."""
-    one = kernels.problem(**{**FACTS, "mask": "causal"})
-    source = render.render(one, keeping(one, card, HOPPER))
-    operands = inputs.make(one, CUDA, torch.Generator().manual_seed(1))
-    output = forward.empty_output(one, operands.query)
-    flags = forward.launch(compiler.load(source, CUDA), one, operands, output, None, counting=True)
+    problem = kernels.problem(**{**FACTS, "mask": "causal"})
+    source = render.render(problem, keeping(problem, card, HOPPER))
+    operands = inputs.make(problem, CUDA, torch.Generator().manual_seed(1))
+    output = forward.empty_output(problem, operands.query)
+    flags = forward.launch(compiler.load(source, CUDA), problem, operands, output, None, counting=True)
     assert flags is not None
     assert int(flags.sum()) == 0

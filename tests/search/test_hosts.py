@@ -68,19 +68,19 @@ def ended(process: subprocess.Popen[str]) -> str:
 
 
 def trials(url: str) -> list[Trial]:
-    return [trial for found in shared_trials.studies(storage.server(url)).values() for trial in found]
+    return [trial for study_trials in shared_trials.studies(storage.server(url)).values() for trial in study_trials]
 
 
-def once(found: list[Trial], wanted: int = TRIALS) -> list[Trial]:
+def once(study_trials: list[Trial], wanted: int = TRIALS) -> list[Trial]:
     """As many as were asked for, none of them twice; two that begin at one moment may take one more."""
-    assert len(found) == len({trial.variant for trial in found})
-    assert wanted <= len(found) <= wanted + 1
-    return found
+    assert len(study_trials) == len({trial.variant for trial in study_trials})
+    assert wanted <= len(study_trials) <= wanted + 1
+    return study_trials
 
 
 def entry(folder: Path) -> CacheEntry:
-    (found,) = store.lookup(folder, A30, Op.FORWARD).values()
-    return found
+    (cache_entry,) = store.lookup(folder, A30, Op.FORWARD).values()
+    return cache_entry
 
 
 @pytest.mark.exhaustive
@@ -90,14 +90,16 @@ def test_two_tuners_share_a_study_and_end_with_the_same_entry(
     tmp_path: Path,
 ) -> None:
     url = postgres_server.database()
-    outputs = [ended(one) for one in [start(name, "--storage", url, "--trials", "24") for name in ("here", "there")]]
-    found = once(trials(url), 24)  # so many that a process which begins late takes part
+    outputs = [
+        ended(process) for process in [start(name, "--storage", url, "--trials", "24") for name in ("here", "there")]
+    ]
+    study_trials = once(trials(url), 24)  # so many that a process which begins late takes part
     here, there = entry(tmp_path / "here"), entry(tmp_path / "there")
     assert here == there
-    assert here.search.trials == len(found)
+    assert here.search.trials == len(study_trials)
     assert list(tmp_path.rglob("*.journal")) == []
     compiled = [re.search(r"(\d+) distinct kernels? compiled", out) for out in outputs]
-    assert all(one is not None and int(one[1]) for one in compiled), "one did everything"
+    assert all(match is not None and int(match[1]) for match in compiled), "one did everything"
     for out in outputs:
         assert f"Sharing trials at postgresql://tuner@127.0.0.1:{postgres_server.port}/" in out
         assert "s3cret" not in out
@@ -129,11 +131,11 @@ def test_when_one_of_two_is_killed_the_other_does_the_rest_and_one_that_comes_la
 
 @pytest.mark.exhaustive
 def test_two_tuners_on_one_cache_share_its_journal(start: Start, tmp_path: Path) -> None:
-    for one in [start("same", "--trials", "3") for _ in range(2)]:
-        ended(one)
+    for process in [start("same", "--trials", "3") for _ in range(2)]:
+        ended(process)
     (journal,) = tmp_path.rglob("*.journal")
-    (found,) = shared_trials.journalled(journal).values()
-    once(found, 3)
+    (study_trials,) = shared_trials.journalled(journal).values()
+    once(study_trials, 3)
 
 
 def test_a_wrong_password_ends_the_command_in_one_sentence(

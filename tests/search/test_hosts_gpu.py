@@ -41,18 +41,18 @@ PROBLEM = replace(kernels.problem(mask="causal"), dtype=samples.problem().dtype)
 def cards() -> tuple[str, ...]:
     """Two cards of one kind."""
     card = nvidia.present()
-    found = nvidia.alike(card) if card is not None else ()
-    if len(found) < 2:
-        pytest.skip(f"needs two GPUs of one kind, found {len(found)}")
-    return found[:2]
+    card_names = nvidia.alike(card) if card is not None else ()
+    if len(card_names) < 2:
+        pytest.skip(f"needs two GPUs of one kind, found {len(card_names)}")
+    return card_names[:2]
 
 
 @pytest.fixture
 def shop(cards: tuple[str, ...]) -> Any:
     card = nvidia.present()
     assert card is not None
-    with Workshop(card, measured=True, jobs=4, cards=cards) as one:
-        yield one
+    with Workshop(card, measured=True, jobs=4, cards=cards) as workshop:
+        yield workshop
 
 
 def searched(shop: Workshop, problem: Problem, variants: list[Variant]) -> list[Trial]:
@@ -136,7 +136,7 @@ def test_two_tuners_with_a_card_each_share_a_study(cards: tuple[str, ...], tmp_p
     assert [command.wait(timeout=300) for command in commands] == [0, 0]
     device = nvidia.present()
     assert device is not None
-    trials = [trial for found in shared_trials.studies(storage.server(url)).values() for trial in found]
+    trials = [trial for study_trials in shared_trials.studies(storage.server(url)).values() for trial in study_trials]
     assert len({trial.variant for trial in trials}) == len(trials)
     assert len(trials) in (12, 13), "both may take the last one within the same milliseconds"
     for place in range(2):

@@ -27,15 +27,15 @@ SHORT, LONG = (samples.problem(seq_q=length, seq_kv=length) for length in (256, 
 class Carried:
     """Says of another problem's trial that it takes as long in each problem as its number says."""
 
-    asked: list[tuple[Problem, Variant]] = field(default_factory=list)
+    calls: list[tuple[Problem, Variant]] = field(default_factory=list)
 
     def __call__(self, problem: Problem, known: Trial) -> Trial:
-        self.asked.append((problem, known.variant))
+        self.calls.append((problem, known.variant))
         return trial(known.variant, float(problem.seq_q))
 
 
 def searched(*problems: Problem, carry: Any = None, budget: int = 24, seeds_only: bool = False) -> KindSearch:
-    contests = [Contest([Study(None, SPACE, one, A30, seed=0, budget=24)]) for one in problems]
+    contests = [Contest([Study(None, SPACE, problem, A30, seed=0, budget=24)]) for problem in problems]
     return KindSearch(contests, carry or Carried(), budget=budget, seeds_only=seeds_only)
 
 
@@ -69,7 +69,7 @@ def test_every_kernel_is_a_trial_of_every_problem_by_its_own_sizes() -> None:
     enqueue(search, SHORT, variant(1, 1))
     turns(search, 1)
     assert search.recorded is SHORT
-    assert carried.asked == [(LONG, variant(1, 1))]
+    assert carried.calls == [(LONG, variant(1, 1))]
     assert search.contests[SHORT].trials[variant(1, 1)].time_us == 11.0
     assert search.contests[LONG].trials[variant(1, 1)].time_us == LONG.seq_q
 
@@ -115,9 +115,19 @@ def test_once_no_seed_waits_whoever_may_gain_most_has_the_turn_until_it_had_many
     promises = {SHORT: 1.25, LONG: 1.5}
     contests = [
         Contest(
-            [Study(None, SPACE, one, A30, seed=0, budget=24, arithmetic=Arithmetic(least_us=least, expected_us=least))]
+            [
+                Study(
+                    None,
+                    SPACE,
+                    problem,
+                    A30,
+                    seed=0,
+                    budget=24,
+                    arithmetic=Arithmetic(least_us=least, expected_us=least),
+                )
+            ]
         )
-        for one, promise in promises.items()
+        for problem, promise in promises.items()
         for least in [lambda _, promise=promise: 100.0 / promise]
     ]
     search = KindSearch(contests, lambda problem, known: trial(known.variant, 100.0), budget=24, seeds_only=False)
@@ -136,7 +146,12 @@ def test_once_no_seed_waits_whoever_may_gain_most_has_the_turn_until_it_had_many
 
 
 @pytest.mark.parametrize(
-    "same", [lambda one: one, lambda one: replace(one, batch=7), lambda one: replace(one, seq_q=128, seq_kv=128)]
+    "same",
+    [
+        lambda problem: problem,
+        lambda problem: replace(problem, batch=7),
+        lambda problem: replace(problem, seq_q=128, seq_kv=128),
+    ],
 )
 def test_kinds_gather_problems_that_share_kernels(same: Callable[[Problem], Problem]) -> None:
     other = replace(LONG, mask=Mask.parse("full"))

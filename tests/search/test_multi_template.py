@@ -49,8 +49,8 @@ class Planned:
         self.trials[trial.variant] = trial
 
 
-def proposed(one: Contest, count: int) -> list[str]:
-    return [variant.template for _ in range(count) if (variant := one.propose()) is not None]
+def proposed(contest: Contest, count: int) -> list[str]:
+    return [variant.template for _ in range(count) if (variant := contest.propose()) is not None]
 
 
 def of(*studies: Planned) -> Contest:
@@ -59,42 +59,42 @@ def of(*studies: Planned) -> Contest:
 
 def test_seeds_of_all_templates_are_tried_in_turn_before_anything_else() -> None:
     left, right = Planned("left", best_us=1.0), Planned("right")
-    one = of(left, right)
-    one.enqueue([Variant.of(name, {"seed": number}) for name in ("left", "right") for number in range(3)])
-    one.enqueue([Variant.of("absent", {"seed": 0})])
-    assert sorted(proposed(one, 4)) == ["left", "left", "right", "right"]
-    assert sorted(proposed(one, 2)) == ["left", "right"]
+    contest = of(left, right)
+    contest.enqueue([Variant.of(name, {"seed": number}) for name in ("left", "right") for number in range(3)])
+    contest.enqueue([Variant.of("absent", {"seed": 0})])
+    assert sorted(proposed(contest, 4)) == ["left", "left", "right", "right"]
+    assert sorted(proposed(contest, 2)) == ["left", "right"]
     assert not left.waiting
     assert not right.waiting
 
 
 def test_seeds_of_one_template_do_not_wait_for_another_that_has_none() -> None:
-    one = of(Planned("left", best_us=1.0), Planned("right"))
-    one.enqueue([Variant.of("right", {"seed": number}) for number in range(5)])
-    assert proposed(one, 5) == ["right"] * 5
+    contest = of(Planned("left", best_us=1.0), Planned("right"))
+    contest.enqueue([Variant.of("right", {"seed": number}) for number in range(5)])
+    assert proposed(contest, 5) == ["right"] * 5
 
 
 def test_the_template_that_is_ahead_takes_most_turns_and_the_other_is_not_forgotten() -> None:
-    one = of(Planned("left", best_us=2.0), Planned("right", best_us=1.0))
-    found = proposed(one, 40)
-    assert 5 <= found.count("left") <= 10
-    assert found.count("right") >= 30
+    contest = of(Planned("left", best_us=2.0), Planned("right", best_us=1.0))
+    templates = proposed(contest, 40)
+    assert 5 <= templates.count("left") <= 10
+    assert templates.count("right") >= 30
 
 
 def test_a_template_without_more_variants_gives_its_turns_away() -> None:
-    one = of(Planned("left", best_us=1.0, left=2), Planned("right", best_us=2.0, left=3))
-    assert sorted(proposed(one, 9)) == ["left", "left", "right", "right", "right"]
-    assert one.propose() is None
+    contest = of(Planned("left", best_us=1.0, left=2), Planned("right", best_us=2.0, left=3))
+    assert sorted(proposed(contest, 9)) == ["left", "left", "right", "right", "right"]
+    assert contest.propose() is None
 
 
 def test_trials_go_to_their_templates_study_and_are_told_of_together() -> None:
     left, right = Planned("left"), Planned("right")
-    one = of(left, right)
+    contest = of(left, right)
     trials = [Trial(variant=Variant.of(name, {}), outcome=Outcome.OK, digest="0" * 16) for name in ("left", "right")]
     for trial in trials:
-        one.record(trial)
+        contest.record(trial)
     assert (left.trials, right.trials) == ({trials[0].variant: trials[0]}, {trials[1].variant: trials[1]})
-    assert list(one.trials.values()) == trials
+    assert list(contest.trials.values()) == trials
 
 
 @pytest.mark.parametrize("measured", [False, True])
@@ -115,6 +115,6 @@ def test_without_the_card_no_template_takes_part_where_no_model_predicts() -> No
 
 
 def test_a_problem_without_any_variant_is_explained_by_every_template() -> None:
-    one = samples.problem(dtype=DType.FLOAT8)
-    assert multi_template.spaces(one, samples.A30, True) == []
-    assert "float8 products need" in multi_template.why_no_space(one, samples.A30)
+    problem = samples.problem(dtype=DType.FLOAT8)
+    assert multi_template.spaces(problem, samples.A30, True) == []
+    assert "float8 products need" in multi_template.why_no_space(problem, samples.A30)

@@ -71,8 +71,8 @@ def test_a_problem_that_the_card_cannot_hold_costs_its_trials_and_the_next_one_n
     assert device is not None
     heard: list[Trial] = []
     with Workshop(device, measured=True, jobs=2) as shop:
-        for one in (huge, full):
-            study: Any = Studied([GOOD], one)
+        for problem in (huge, full):
+            study: Any = Studied([GOOD], problem)
             shop.alone(shop.search(study, more=lambda: True, late=lambda: False, heard=heard.append))
         jobs = [worker.jobs for worker in shop.bench.workers]
     assert [trial.outcome for trial in heard] == [Outcome.LAUNCH_ERROR, Outcome.OK], [trial.detail for trial in heard]
@@ -99,14 +99,14 @@ def test_an_lse_in_powers_of_two_is_refused() -> None:
 
 def test_a_finalist_that_is_wrong_at_full_size_alone_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gate's small cases all pass."""
-    one = large(FAULTS["leaves a row unwritten"].problem)
+    problem = large(FAULTS["leaves a row unwritten"].problem)
     fault = Fault(right="m_o = (o_m < seq_q)[:, None]", wrong="m_o = ((o_m < seq_q) & (o_m != 500))[:, None]")
     monkeypatch.setattr(render, "render", fault.renderer(lambda variant: variant == BAD))
     device = nvidia.present()
     assert device is not None
     with Workshop(device, measured=True, jobs=1) as shop:
-        assert isinstance(shop.check(one, BAD), Screened)
-        result = shop.alone(shop.final(one, [GOOD, BAD], seconds=0.5, seed=0))
+        assert isinstance(shop.check(problem, BAD), Screened)
+        result = shop.alone(shop.final(problem, [GOOD, BAD], seconds=0.5, seed=0))
     assert isinstance(result, Finished)
     assert [verdict.ok for verdict in result.verdicts] == [True, False]
     assert result.measurements[0] is not None

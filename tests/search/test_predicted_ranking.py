@@ -104,7 +104,9 @@ def test_wrong_numbers_are_said_of_wrong_numbers_alone() -> None:
     crash = Failure(outcome=Outcome.INTERPRETER_CRASH, detail="TypeError: no")
     results: dict[Variant, Verdict | Failure] = {TRITON[0]: wrong, TRITON[1]: crash}
     ranking = ranked(
-        trial(TRITON[0], 1.0), trial(TRITON[1], 2.0), rehearse=lambda variants: [results[one] for one in variants]
+        trial(TRITON[0], 1.0),
+        trial(TRITON[1], 2.0),
+        rehearse=lambda variants: [results[variant] for variant in variants],
     )
     assert [winner.variant for winner in ranking.trials] == [TRITON[1]]
     assert ranking.checks[TRITON[1]] == "not rehearsed: TypeError: no"

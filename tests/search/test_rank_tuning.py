@@ -32,10 +32,10 @@ def call(tokens: int = 48, **changes: Any) -> RankCall:
     return RankCall(**{**facts, **changes})
 
 
-def choices(*made: RankChoice, **changes: Any) -> RankChoices:
+def choices(*chosen: RankChoice, **changes: Any) -> RankChoices:
     link = Link(bytes_per_second=3e11, latency_us=20.0)
     facts: dict[str, Any] = {"schema": rank_choices.SCHEMA, "device": CARD.name, "fingerprint": CARD.fingerprint}
-    return RankChoices(**{**facts, "ranks": 2, "link": link, "choices": made, **changes})
+    return RankChoices(**{**facts, "ranks": 2, "link": link, "choices": chosen, **changes})
 
 
 def choice(method: str, tokens: int = 48, **changes: Any) -> RankChoice:
@@ -92,9 +92,9 @@ def test_auto_takes_the_method_of_the_nearest_length(tmp_path: Path, monkeypatch
 
 
 def test_a_problem_is_a_call_that_ranks_share() -> None:
-    one = kernels.problem(seq_q=64, seq_kv=64, mask="causal", op=Op.BACKWARD)
-    made = RankCall.of(one)
-    assert (made.batch, made.tokens, made.learns, made.packed) == (2, 64, True, False)
+    problem = kernels.problem(seq_q=64, seq_kv=64, mask="causal", op=Op.BACKWARD)
+    rank_call = RankCall.of(problem)
+    assert (rank_call.batch, rank_call.tokens, rank_call.learns, rank_call.packed) == (2, 64, True, False)
     for other in ({"seq_q": 33}, {"modifiers": Modifiers(sinks=True)}, {"mask": "blocks:16x16,0.5"}):
         with pytest.raises(ProblemError, match="a method is measured for as many queries as keys, without a cache"):
             RankCall.of(kernels.problem(**{"seq_q": 64, "seq_kv": 64, **other}))

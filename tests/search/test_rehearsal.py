@@ -30,20 +30,20 @@ def test_a_structure_keeps_the_branches_of_the_variant() -> None:
 
 def test_a_structure_in_gluon_keeps_dtype_head_dims_consumers_and_barriers() -> None:
     for facts in ({"head_dim": 128}, {"head_dim": 80}, {"head_dim": 64, "mask": "blocks:128x128,0.5"}):
-        one = gluon_kernels.problem(**facts)
+        problem = gluon_kernels.problem(**facts)
         space = search_space.load("gluon/forward")
-        for variant in space.seeds_for(one, gluon_kernels.H200):
-            kind, small = rehearsal.structure(one, variant)
-            assert (kind.dtype, kind.head_dim, kind.head_dim_v) == (one.dtype, one.head_dim, one.head_dim_v)
+        for variant in space.seeds_for(problem, gluon_kernels.H200):
+            kind, small = rehearsal.structure(problem, variant)
+            assert (kind.dtype, kind.head_dim, kind.head_dim_v) == (problem.dtype, problem.head_dim, problem.head_dim_v)
             for name in ("BLOCK_M", "num_stages", "softmax", "schedule", "ping_pong", "slot_release", "overlap"):
                 assert small.variant[name] == variant[name]
-            assert ("REST" in small.text) == ("REST" in render.render(one, variant).text)
+            assert ("REST" in small.text) == ("REST" in render.render(problem, variant).text)
 
 
 def rehearsed(text: Callable[[str], str]) -> Verdict | Failure:
     """What becomes of a structure whose text is changed."""
-    one = gluon_kernels.problem(head_dim=64)
-    kind, small = rehearsal.structure(one, gluon_kernels.variant(one, BLOCK_M=128, num_stages=2))
+    problem = gluon_kernels.problem(head_dim=64)
+    kind, small = rehearsal.structure(problem, gluon_kernels.variant(problem, BLOCK_M=128, num_stages=2))
     changed = Source(name=small.name, text=text(small.text), variant=small.variant, traits=small.traits)
     return Rehearse(problem=kind, source=changed).run({})
 

@@ -36,12 +36,12 @@ def variant(a: int, b: int) -> Variant:
     return Variant.of(TEMPLATE, {"a": a, "b": b})
 
 
-def tried(one: Variant) -> Trial:
+def tried(variant: Variant) -> Trial:
     """A trial of the made-up grid: the time grows with a and b, and the corner is a crash."""
-    a, b = int(one["a"]), int(one["b"])
+    a, b = int(variant["a"]), int(variant["b"])
     if (a, b) == (9, 9):
-        return Trial(variant=one, outcome=Outcome.CRASH, detail="the process died")
-    return Trial(variant=one, outcome=Outcome.OK, measurement=measurement(problem(), 100.0 + 10 * a + b))
+        return Trial(variant=variant, outcome=Outcome.CRASH, detail="the process died")
+    return Trial(variant=variant, outcome=Outcome.OK, measurement=measurement(problem(), 100.0 + 10 * a + b))
 
 
 def grid() -> Recording:
@@ -58,8 +58,8 @@ def recorded(trials: list[Trial], evidence: Evidence = Evidence.MEASURED) -> Rec
 class Worst:
     """A search that is broken on purpose: it proposes the slowest variant first."""
 
-    def __init__(self, one: Recording) -> None:
-        slowest = sorted(one.trials.values(), key=lambda trial: -(trial.time_us or math.inf))
+    def __init__(self, recording: Recording) -> None:
+        slowest = sorted(recording.trials.values(), key=lambda trial: -(trial.time_us or math.inf))
         self._left: Iterator[Variant] = iter([trial.variant for trial in slowest])
 
     def propose(self) -> Variant | None:
@@ -69,15 +69,16 @@ class Worst:
         pass
 
 
-def runs(one: Recording, sampler: Sampler, *, count: int, trials: int) -> list[Run]:
+def runs(recording: Recording, sampler: Sampler, *, count: int, trials: int) -> list[Run]:
     return [
-        replay.run(one, replay.search_of(one, sampler, seed=seed), trials=trials, window=8) for seed in range(count)
+        replay.run(recording, replay.search_of(recording, sampler, seed=seed), trials=trials, window=8)
+        for seed in range(count)
     ]
 
 
-def reached(found: list[Run], share: float) -> float:
+def reached(runs: list[Run], share: float) -> float:
     """The share of the runs that came so close to the best."""
-    return statistics.fmean(run.trials_to(share) is not None for run in found)
+    return statistics.fmean(run.trials_to(share) is not None for run in runs)
 
 
 # A search
@@ -85,8 +86,8 @@ def reached(found: list[Run], share: float) -> float:
 
 @pytest.mark.parametrize("sampler", list(Sampler))
 def test_a_seed_gives_the_same_simulation(sampler: Sampler) -> None:
-    one = grid()
-    first, again = (runs(one, sampler, count=2, trials=30) for _ in range(2))
+    recording = grid()
+    first, again = (runs(recording, sampler, count=2, trials=30) for _ in range(2))
     assert first == again
     if sampler is not Sampler.ORDER:
         assert first[0] != first[1]
@@ -94,48 +95,50 @@ def test_a_seed_gives_the_same_simulation(sampler: Sampler) -> None:
 
 @pytest.mark.parametrize("sampler", list(Sampler))
 def test_every_sampler_tries_every_recorded_variant_once_and_then_stops(sampler: Sampler) -> None:
-    one = recorded([tried(variant(a, b)) for a in range(5) for b in range(5) if a != b])
-    found = replay.run(one, replay.search_of(one, sampler, seed=0), trials=100, window=4)
-    assert sorted(found.times_us) == sorted(trial.time_us for trial in one.trials.values() if trial.time_us is not None)
+    recording = recorded([tried(variant(a, b)) for a in range(5) for b in range(5) if a != b])
+    run = replay.run(recording, replay.search_of(recording, sampler, seed=0), trials=100, window=4)
+    assert sorted(run.times_us) == sorted(
+        trial.time_us for trial in recording.trials.values() if trial.time_us is not None
+    )
 
 
 def test_a_search_is_told_what_was_recorded_failures_too() -> None:
-    one = grid()
-    search = replay.search_of(one, Sampler.ORDER, seed=0)
-    found = replay.run(one, search, trials=100)
-    assert search.trials == one.trials
+    recording = grid()
+    search = replay.search_of(recording, Sampler.ORDER, seed=0)
+    run = replay.run(recording, search, trials=100)
+    assert search.trials == recording.trials
     assert search.trials[variant(9, 9)].outcome is Outcome.CRASH
-    assert found.times_us[-1] == math.inf
-    assert found.times_us[:3] == (100.0, 101.0, 102.0)
+    assert run.times_us[-1] == math.inf
+    assert run.times_us[:3] == (100.0, 101.0, 102.0)
 
 
 def test_what_was_not_recorded_is_infeasible() -> None:
-    one = grid()
+    recording = grid()
     outside = Variant.of(TEMPLATE, {"a": 1, "b": 10})
-    assert one.space.why_infeasible(outside, one.header.problem, A30) == NOT_RECORDED
-    search = replay.search_of(one, Sampler.ORDER, seed=0, seeds=[outside, variant(4, 4)])
+    assert recording.space.why_infeasible(outside, recording.header.problem, A30) == NOT_RECORDED
+    search = replay.search_of(recording, Sampler.ORDER, seed=0, seeds=[outside, variant(4, 4)])
     assert search.propose() == variant(4, 4)
 
 
 def test_results_come_late_when_proposals_fly() -> None:
-    one = grid()
-    told: list[int] = []
+    recording = grid()
+    counts: list[int] = []
 
     class Counting:
         """Proposes in order and notes how many it was told of at each proposal."""
 
         heard = 0
-        left = iter(one.trials)
+        left = iter(recording.trials)
 
         def propose(self) -> Variant | None:
-            told.append(self.heard)
+            counts.append(self.heard)
             return next(self.left)
 
         def record(self, trial: Trial) -> None:
             self.heard += 1
 
-    replay.run(one, Counting(), trials=6, window=3)
-    assert told == [0, 0, 0, 1, 2, 3]
+    replay.run(recording, Counting(), trials=6, window=3)
+    assert counts == [0, 0, 0, 1, 2, 3]
 
 
 def test_a_run_says_how_many_trials_it_needed_and_what_it_missed() -> None:
@@ -153,14 +156,14 @@ def test_a_run_says_how_many_trials_it_needed_and_what_it_missed() -> None:
 
 @pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem.split("_")[3])
 def test_a_search_that_proposes_the_worst_is_seen(path: Path) -> None:
-    one = search_recording.read(path)
-    broken = replay.run(one, Worst(one), trials=64, window=8)
+    recording = search_recording.read(path)
+    broken = replay.run(recording, Worst(recording), trials=64, window=8)
     assert broken.trials_to(0.05) is None
-    assert broken.regret(64) > max(run.regret(64) for run in runs(one, DEFAULT, count=5, trials=64))
+    assert broken.regret(64) > max(run.regret(64) for run in runs(recording, DEFAULT, count=5, trials=64))
 
 
 def test_there_are_recordings_of_both_kinds_apart() -> None:
-    assert {path.parent.name for path in PATHS} == {one.value for one in Evidence}
+    assert {path.parent.name for path in PATHS} == {evidence.value for evidence in Evidence}
     for path in PATHS:
         assert search_recording.read(path).header.evidence.value == path.parent.name
 
@@ -173,42 +176,42 @@ def test_there_are_recordings_of_both_kinds_apart() -> None:
 )
 def test_the_default_search_comes_within_five_percent_of_the_recorded_best(path: Path, count: int) -> None:
     """Without seeds, as for a card that nobody tuned on; the numbers of trials are those of the efforts."""
-    found = runs(search_recording.read(path), DEFAULT, count=count, trials=64)
-    assert reached(found, 0.05) >= 0.9
+    simulations = runs(search_recording.read(path), DEFAULT, count=count, trials=64)
+    assert reached(simulations, 0.05) >= 0.9
 
 
 # Recordings as files
 
 
 def test_a_recording_survives_its_file(tmp_path: Path) -> None:
-    one = grid()
-    search_recording.write(one, tmp_path / "folder" / "one.jsonl")
-    assert search_recording.read(tmp_path / "folder" / "one.jsonl") == one
+    recording = grid()
+    search_recording.write(recording, tmp_path / "folder" / "one.jsonl")
+    assert search_recording.read(tmp_path / "folder" / "one.jsonl") == recording
     assert len((tmp_path / "folder" / "one.jsonl").read_text().splitlines()) == 101
 
 
 def test_a_journal_becomes_a_recording_that_replays_to_the_same_times(tmp_path: Path) -> None:
     shipped = search_space.load(TEMPLATE)
     journal = tmp_path / "one.journal"
-    one = Study(Ledger("a study", storage.journal(journal), shipped), shipped, problem(), A30, seed=3, budget=0)
+    study = Study(Ledger("a study", storage.journal(journal), shipped), shipped, problem(), A30, seed=3, budget=0)
     order = []
     for number in range(25):
-        proposed = one.propose()
+        proposed = study.propose()
         assert proposed is not None
         order.append(proposed)
         outcome = Outcome.TIMEOUT if number % 7 == 3 else Outcome.OK
         time_us = measurement(problem(), 300.0 + 17.5 * (number * 11 % 25)) if outcome is Outcome.OK else None
-        one.record(Trial(variant=proposed, outcome=outcome, measurement=time_us, prediction=prediction(7.0)))
+        study.record(Trial(variant=proposed, outcome=outcome, measurement=time_us, prediction=prediction(7.0)))
     assert list(journalled(journal)) == ["a study"]
-    made = replay.of_journal(journal, "a study", problem=problem(), device="a30", versions={"triton": "3.6.0"})
-    assert made.header.evidence is Evidence.MEASURED
-    search_recording.write(made, tmp_path / "made.jsonl")
+    recording = replay.of_journal(journal, "a study", problem=problem(), device="a30", versions={"triton": "3.6.0"})
+    assert recording.header.evidence is Evidence.MEASURED
+    search_recording.write(recording, tmp_path / "made.jsonl")
     read = search_recording.read(tmp_path / "made.jsonl")
     search = replay.search_of(read, Sampler.TPE, seed=0, seeds=order)
-    found = replay.run(read, search, trials=100)
-    times = [trial.time_us for trial in one.trials.values()]
-    assert found.times_us == tuple(math.inf if time_us is None else time_us for time_us in times)
-    assert [trial.outcome for trial in search.trials.values()] == [trial.outcome for trial in one.trials.values()]
+    run = replay.run(read, search, trials=100)
+    times = [trial.time_us for trial in study.trials.values()]
+    assert run.times_us == tuple(math.inf if time_us is None else time_us for time_us in times)
+    assert [trial.outcome for trial in search.trials.values()] == [trial.outcome for trial in study.trials.values()]
 
 
 def test_a_journal_without_the_study_names_those_it_has(tmp_path: Path) -> None:

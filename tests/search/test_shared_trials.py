@@ -67,29 +67,29 @@ def open_ledger(place: str) -> Iterator[Open]:
     opened: list[Ledger] = []
     name = f"study {uuid.uuid4()}"
 
-    def made(name: str = name) -> Ledger:
+    def connect(name: str = name) -> Ledger:
         opened.append(Ledger(name, kept(place), SPACE))
         return opened[-1]
 
-    yield made
-    for one in opened:
-        one.leave()
+    yield connect
+    for ledger in opened:
+        ledger.leave()
 
 
-def proposal(one: Study) -> Variant | None:
+def proposal(study: Study) -> Variant | None:
     """As a tuner asks for one, which hears how much of its budget others took."""
-    one.hear()
-    return one.propose()
+    study.hear()
+    return study.propose()
 
 
-def proposed(one: Study, count: int) -> list[Variant]:
-    found = [proposal(one) for _ in range(count)]
-    assert None not in found
-    return [variant for variant in found if variant is not None]
+def proposed(study: Study, count: int) -> list[Variant]:
+    proposals = [proposal(study) for _ in range(count)]
+    assert None not in proposals
+    return [variant for variant in proposals if variant is not None]
 
 
-def studied(one: Ledger, **changes: Any) -> Study:
-    return Study(one, SPACE, problem(), A30, **{"seed": 0, "budget": 24, **changes})
+def studied(ledger: Ledger, **changes: Any) -> Study:
+    return Study(ledger, SPACE, problem(), A30, **{"seed": 0, "budget": 24, **changes})
 
 
 # What several processes know
@@ -155,11 +155,11 @@ def test_two_studies_try_every_variant_once_and_both_know_all_in_the_end(open_le
     first, second = studied(open_ledger(), budget=30), studied(open_ledger(), budget=30)
     tried = []
     while True:
-        pair = [(one, proposal(one)) for one in (first, second)]
+        pair = [(study, proposal(study)) for study in (first, second)]
         tried += [point for _, point in pair if point is not None]
-        for one, point in pair:
+        for study, point in pair:
             if point is not None:
-                one.record(trial(point))
+                study.record(trial(point))
         if all(point is None for _, point in pair):
             break
     assert len(tried) == len(set(tried)) == 30
@@ -173,29 +173,29 @@ def test_what_another_process_measured_informs_the_sampler_and_counts(open_ledge
     second.hear()
     assert (second.elsewhere, second.taken) == (3, 3)
     assert not set(proposed(second, 10)) & set(flying)
-    for one in flying:
-        first.record(trial(one))
+    for point in flying:
+        first.record(trial(point))
     second.hear()
     assert (second.elsewhere, second.taken, len(second.trials)) == (0, 13, 3)
-    told = second.optuna_study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
-    assert [one.params for one in told if one.value < BAD] == [one.as_dict() for one in flying]
+    optuna_trials = second.optuna_study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
+    assert [trial.params for trial in optuna_trials if trial.value < BAD] == [variant.as_dict() for variant in flying]
 
 
 def test_who_loses_the_last_variant_to_another_process_takes_no_other(
     open_ledger: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = studied(open_ledger())
+    study = studied(open_ledger())
     claims: list[Variant] = []
 
     def lost(variant: Variant) -> bool:
         claims.append(variant)
         return len(claims) > 1
 
-    assert one.ledger is not None
-    monkeypatch.setattr(one.ledger, "claim", lost)
-    assert one.propose(lambda: False) is None
+    assert study.ledger is not None
+    monkeypatch.setattr(study.ledger, "claim", lost)
+    assert study.propose(lambda: False) is None
     assert len(claims) == 1
-    assert one.propose(lambda: True) is not None
+    assert study.propose(lambda: True) is not None
 
 
 def test_what_another_process_gave_up_is_tried_next(open_ledger: Open) -> None:
@@ -287,18 +287,18 @@ def elsewhere(open_ledger: Open, monkeypatch: pytest.MonkeyPatch) -> Ledger:
     """A ledger of another machine, whose processes nobody here can see."""
     monkeypatch.setattr(shared_trials, "BEAT_SECONDS", 0.1)
     monkeypatch.setattr(shared_trials, "SILENCE_SECONDS", 0.8)
-    one = open_ledger()
-    owner = Owner.parse(one.owner)
-    one.owner = str(Owner(machine="another", process=owner.process, begun=owner.begun, unique="x"))
-    return one
+    ledger = open_ledger()
+    owner = Owner.parse(ledger.owner)
+    ledger.owner = str(Owner(machine="another", process=owner.process, begun=owner.begun, unique="x"))
+    return ledger
 
 
-def watched(one: Ledger, seconds: float) -> bool:
+def watched(ledger: Ledger, seconds: float) -> bool:
     """Whether the claim on ONE held that long."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        one.news()
-        if ONE not in one.claimed:
+        ledger.news()
+        if ONE not in ledger.claimed:
             return False
         time.sleep(0.05)
     return True
@@ -311,20 +311,20 @@ def test_a_machine_that_gives_signs_of_life_keeps_its_claims(elsewhere: Ledger, 
 
 def test_a_machine_that_falls_silent_loses_its_claims(elsewhere: Ledger, open_ledger: Open) -> None:
     assert elsewhere.claim(ONE)
-    one = open_ledger()
-    assert watched(one, 0.5)
+    ledger = open_ledger()
+    assert watched(ledger, 0.5)
     elsewhere.gone.set()  # as after kill -9, or when its cable is pulled
-    assert not watched(one, 10.0)
-    assert one.claim(ONE)
+    assert not watched(ledger, 10.0)
+    assert ledger.claim(ONE)
 
 
 def test_what_a_process_finished_after_it_was_taken_for_dead_is_kept(elsewhere: Ledger, open_ledger: Open) -> None:
     assert elsewhere.claim(ONE)
     elsewhere.gone.set()
-    one = open_ledger()
-    assert not watched(one, 10.0)
+    ledger = open_ledger()
+    assert not watched(ledger, 10.0)
     elsewhere.finish(trial(ONE), 1.0)
-    assert one.news().finished == [trial(ONE)]
+    assert ledger.news().finished == [trial(ONE)]
     assert open_ledger().news().finished == [trial(ONE)]
 
 
@@ -350,11 +350,11 @@ def test_every_outcome_and_report_comes_back_as_it_was(open_ledger: Open) -> Non
     first = open_ledger()
     of_variants = [outcome for outcome in Outcome if not outcome.of_environment]
     pairs = zip(SPACE.feasible(problem(), A30), of_variants, strict=False)
-    trials = [Trial(variant=one, outcome=outcome, detail=f'{outcome.value} é\n"') for one, outcome in pairs]
+    trials = [Trial(variant=variant, outcome=outcome, detail=f'{outcome.value} é\n"') for variant, outcome in pairs]
     trials.append(Trial(variant=variant(6, 4), outcome=Outcome.OK, digest="d" * 16, prediction=prediction(1 / 3)))
-    for one in trials:
-        assert first.claim(one.variant)
-        first.finish(one, 1.0)
+    for finished_trial in trials:
+        assert first.claim(finished_trial.variant)
+        first.finish(finished_trial, 1.0)
     assert open_ledger().news().finished == trials
 
 

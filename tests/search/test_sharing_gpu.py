@@ -50,7 +50,7 @@ def test_no_launch_loses_a_tile_while_other_processes_use_the_card() -> None:
 
 def launches_and_losses() -> tuple[int, int]:
     """How many launches of SECONDS were made, and how many did not give what the first one gave."""
-    one = kernels.problem(
+    problem = kernels.problem(
         dtype=DType.BFLOAT16,
         batch=1,
         heads_q=128,
@@ -64,17 +64,17 @@ def launches_and_losses() -> tuple[int, int]:
     card = nvidia.present()
     assert card is not None
     space = load("gluon/forward")
-    variant = Variant.of(space.template, space.default(one, card).as_dict() | LOST_TILES)
-    kernel = compiler.load(render.render(one, variant), torch.device("cuda"))
-    shape = one.batch, one.seq_q, one.heads_q, one.head_dim
+    variant = Variant.of(space.template, space.default(problem, card).as_dict() | LOST_TILES)
+    kernel = compiler.load(render.render(problem, variant), torch.device("cuda"))
+    shape = problem.batch, problem.seq_q, problem.heads_q, problem.head_dim
     three = [torch.randn(shape, dtype=torch.bfloat16, device="cuda").transpose(1, 2) for _ in range(3)]
-    operands = Operands(query=three[0], key=three[1], value=three[2], scale=one.head_dim**-0.5)
+    operands = Operands(query=three[0], key=three[1], value=three[2], scale=problem.head_dim**-0.5)
     outputs: list[torch.Tensor] = []
     launches = losses = 0
     begin = time.monotonic()
     while time.monotonic() - begin < SECONDS:
-        output = forward.empty_output(one, operands.query).fill_(float("nan"))
-        forward.launch(kernel, one, operands, output, None)
+        output = forward.empty_output(problem, operands.query).fill_(float("nan"))
+        forward.launch(kernel, problem, operands, output, None)
         outputs = [*outputs[:1], output]
         launches += 1
         losses += not torch.equal(outputs[0], output)

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.sampled
 
 @pytest.fixture(params=["postgres_server", "mysql_server"])
 def server(request: pytest.FixtureRequest) -> Postgres | MySQL:
-    found: Postgres | MySQL = request.getfixturevalue(request.param)
-    return found
+    database_server: Postgres | MySQL = request.getfixturevalue(request.param)
+    return database_server
 
 
 def refusal(act: Callable[[], Any], kind: type[AutoattnError] = StorageError) -> str:
@@ -142,25 +142,25 @@ def test_tables_of_another_optuna_are_refused_with_the_way_out(tmp_path: Path, v
 
 def test_a_server_that_goes_away_ends_the_search_in_a_sentence_and_loses_no_trial(server: Postgres | MySQL) -> None:
     url = server.database()
-    one = Ledger("one", storage.server(url), SPACE)
-    assert one.claim(variant(2, 2))
-    one.finish(trial(variant(2, 2)), 1.0)
-    assert one.claim(variant(4, 4))
+    ledger = Ledger("one", storage.server(url), SPACE)
+    assert ledger.claim(variant(2, 2))
+    ledger.finish(trial(variant(2, 2)), 1.0)
+    assert ledger.claim(variant(4, 4))
     with server.shut(url):
-        message = refusal(lambda: one.finish(trial(variant(4, 4)), 1.0))
+        message = refusal(lambda: ledger.finish(trial(variant(4, 4)), 1.0))
         assert "the same command goes on from there" in message
         assert "must stay readable and writable" in message
-        one.leave()
+        ledger.leave()
     again = Ledger("one", storage.server(url), SPACE)
     assert again.news().finished == [trial(variant(2, 2))]
 
 
 def test_a_connection_that_was_cut_is_made_again(server: Postgres | MySQL) -> None:
     url = server.database()
-    one = Ledger("one", storage.server(url), SPACE)
-    assert one.claim(variant(2, 2))
+    ledger = Ledger("one", storage.server(url), SPACE)
+    assert ledger.claim(variant(2, 2))
     server.cut(url)
-    one.finish(trial(variant(2, 2)), 1.0)
+    ledger.finish(trial(variant(2, 2)), 1.0)
     assert Ledger("one", storage.server(url), SPACE).news().finished == [trial(variant(2, 2))]
 
 
@@ -177,4 +177,4 @@ def test_a_fresh_database_can_be_opened_by_several_at_once(
 
     with ThreadPoolExecutor(6) as pool:
         ledgers = list(pool.map(opened, range(6)))
-    assert sum(one.claim(variant(2, 2)) for one in ledgers) == 1
+    assert sum(ledger.claim(variant(2, 2)) for ledger in ledgers) == 1

@@ -50,16 +50,16 @@ def arithmetic(
     return Arithmetic(least_us=least_us, expected_us=expected_us or least_us)
 
 
-def search(one: Study, count: int, outcome: Callable[[Variant], Trial] = trial) -> list[Variant]:
+def search(searched_study: Study, count: int, outcome: Callable[[Variant], Trial] = trial) -> list[Variant]:
     """Proposes and records, one after the other."""
-    found = []
+    proposals = []
     for _ in range(count):
-        proposed = one.propose()
+        proposed = searched_study.propose()
         if proposed is None:
             break
-        found.append(proposed)
-        one.record(outcome(proposed))
-    return found
+        proposals.append(proposed)
+        searched_study.record(outcome(proposed))
+    return proposals
 
 
 # What comes next
@@ -80,73 +80,73 @@ def test_a_seed_gives_the_same_proposals(open_study: Callable[..., Study], tmp_p
 
 
 def test_the_queue_comes_first_in_its_order(open_study: Callable[..., Study]) -> None:
-    one = open_study()
+    new_study = open_study()
     queue = [variant(4, 4), variant(2, 2), variant(3, 1, "z")]
-    one.enqueue(queue)
-    assert search(one, 3) == queue
+    new_study.enqueue(queue)
+    assert search(new_study, 3) == queue
 
 
 def test_the_queue_takes_each_variant_once_and_none_that_is_known_or_infeasible(
     open_study: Callable[..., Study],
 ) -> None:
-    one = open_study()
-    one.enqueue([variant(2, 2)])
-    assert search(one, 1) == [variant(2, 2)]
-    one.enqueue([variant(2, 2), variant(1, 2), variant(4, 4), variant(4, 4), variant(2, 4)])
-    assert search(one, 2) == [variant(4, 4), variant(2, 4)]
-    proposed = one.propose()
+    new_study = open_study()
+    new_study.enqueue([variant(2, 2)])
+    assert search(new_study, 1) == [variant(2, 2)]
+    new_study.enqueue([variant(2, 2), variant(1, 2), variant(4, 4), variant(4, 4), variant(2, 4)])
+    assert search(new_study, 2) == [variant(4, 4), variant(2, 4)]
+    proposed = new_study.propose()
     assert proposed is not None
-    one.enqueue([proposed])
-    assert one.propose() != proposed
+    new_study.enqueue([proposed])
+    assert new_study.propose() != proposed
 
 
 def test_what_arithmetic_bounds_above_the_best_time_is_left_out_and_counted(open_study: Callable[..., Study]) -> None:
     """Before there is a time nothing is; what another problem's search tried all the same is no longer left out."""
-    one = open_study(arithmetic=arithmetic(lambda of: 10.0 * int(of["a"])))
+    new_study = open_study(arithmetic=arithmetic(lambda of: 10.0 * int(of["a"])))
     slow, also, best, fast = variant(6, 4), variant(5, 3), variant(2, 2), variant(1, 1)
-    one.enqueue([slow, best, also, fast])
-    assert search(one, 3) == [slow, best, fast]
-    assert [*one.too_slow] == [also]
-    assert one.too_slow[also].outcome is Outcome.TOO_SLOW
-    assert also not in one.trials
-    assert one.taken == 3, "arithmetic costs no trial"
-    one.record(trial(also))
-    assert not one.too_slow
-    assert also in one.trials
+    new_study.enqueue([slow, best, also, fast])
+    assert search(new_study, 3) == [slow, best, fast]
+    assert [*new_study.too_slow] == [also]
+    assert new_study.too_slow[also].outcome is Outcome.TOO_SLOW
+    assert also not in new_study.trials
+    assert new_study.taken == 3, "arithmetic costs no trial"
+    new_study.record(trial(also))
+    assert not new_study.too_slow
+    assert also in new_study.trials
 
 
 def test_what_cannot_be_the_fastest_is_left_out_whatever_its_bound(open_study: Callable[..., Study]) -> None:
-    one = open_study(arithmetic=arithmetic(lambda of: 0.0, lambda of: math.inf if int(of["a"]) > 2 else 1.0))
-    one.enqueue([variant(2, 2), variant(6, 4), variant(1, 1)])
-    assert search(one, 2) == [variant(2, 2), variant(1, 1)]
-    assert [*one.too_slow] == [variant(6, 4)]
+    new_study = open_study(arithmetic=arithmetic(lambda of: 0.0, lambda of: math.inf if int(of["a"]) > 2 else 1.0))
+    new_study.enqueue([variant(2, 2), variant(6, 4), variant(1, 1)])
+    assert search(new_study, 2) == [variant(2, 2), variant(1, 1)]
+    assert [*new_study.too_slow] == [variant(6, 4)]
 
 
 def test_after_what_was_enqueued_comes_what_is_expected_to_be_fastest_of_the_offered_and_of_random_ones(
     open_study: Callable[..., Study],
 ) -> None:
-    one = open_study(arithmetic=arithmetic(lambda of: 0.0, lambda of: float(int(of["b"]) != 4)))
-    one.enqueue([variant(2, 2), variant(6, 2)])
-    one.offer([variant(4, 2), variant(6, 4)])
-    found = search(one, 4)
-    assert found[:3] == [variant(2, 2), variant(6, 2), variant(6, 4)]
-    assert found[3]["b"] == 4, "drawn at random, of those that are expected to be as fast"
-    assert variant(4, 2) not in found
+    new_study = open_study(arithmetic=arithmetic(lambda of: 0.0, lambda of: float(int(of["b"]) != 4)))
+    new_study.enqueue([variant(2, 2), variant(6, 2)])
+    new_study.offer([variant(4, 2), variant(6, 4)])
+    proposals = search(new_study, 4)
+    assert proposals[:3] == [variant(2, 2), variant(6, 2), variant(6, 4)]
+    assert proposals[3]["b"] == 4, "drawn at random, of those that are expected to be as fast"
+    assert variant(4, 2) not in proposals
 
 
 def test_what_was_offered_goes_before_random_ones_that_are_expected_to_be_as_fast(
     open_study: Callable[..., Study],
 ) -> None:
-    one = open_study(arithmetic=arithmetic(lambda of: 1.0))
-    one.offer([variant(6, 4), variant(4, 4)])
-    assert search(one, 2) == [variant(6, 4), variant(4, 4)]
+    new_study = open_study(arithmetic=arithmetic(lambda of: 1.0))
+    new_study.offer([variant(6, 4), variant(4, 4)])
+    assert search(new_study, 2) == [variant(6, 4), variant(4, 4)]
 
 
 def test_a_study_promises_what_arithmetic_leaves_to_gain(open_study: Callable[..., Study]) -> None:
-    one = open_study(arithmetic=arithmetic(lambda of: 1.0 + int(of["b"])))
-    one.enqueue([variant(4, 4)])
-    search(one, 1)
-    assert one.promise == 44.0, "the best takes 44 us, and the least that another one may take is 1"
+    new_study = open_study(arithmetic=arithmetic(lambda of: 1.0 + int(of["b"])))
+    new_study.enqueue([variant(4, 4)])
+    search(new_study, 1)
+    assert new_study.promise == 44.0, "the best takes 44 us, and the least that another one may take is 1"
     assert open_study(name="other").promise == 0.0, "nothing bounds it"
     free = open_study(name="free", arithmetic=arithmetic(lambda of: 0.0))
     assert free.promise == 0.0
@@ -155,111 +155,113 @@ def test_a_study_promises_what_arithmetic_leaves_to_gain(open_study: Callable[..
 def test_startup_is_random_and_then_the_sampler_takes_over(
     open_study: Callable[..., Study], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = open_study()
-    asked = []
-    ask = one.optuna_study.ask
-    monkeypatch.setattr(one.optuna_study, "ask", lambda *facts: asked.append(len(one.trials)) or ask(*facts))
-    one.enqueue([variant(4, 4), variant(2, 2)])
-    search(one, STARTUP + 5)
-    assert [*dict.fromkeys(asked)] == [STARTUP, STARTUP + 1, STARTUP + 2, STARTUP + 3, STARTUP + 4]
+    new_study = open_study()
+    counts = []
+    ask = new_study.optuna_study.ask
+    monkeypatch.setattr(
+        new_study.optuna_study, "ask", lambda *facts: counts.append(len(new_study.trials)) or ask(*facts)
+    )
+    new_study.enqueue([variant(4, 4), variant(2, 2)])
+    search(new_study, STARTUP + 5)
+    assert [*dict.fromkeys(counts)] == [STARTUP, STARTUP + 1, STARTUP + 2, STARTUP + 3, STARTUP + 4]
 
 
 def test_the_sampler_learns_what_is_fast(open_study: Callable[..., Study], tmp_path: Path) -> None:
     """What it proposes is faster than what chance proposes, on average over studies."""
 
     def mean(variants: list[Variant]) -> float:
-        times = [trial(one).time_us for one in variants]
+        times = [trial(point).time_us for point in variants]
         return sum(time_us for time_us in times if time_us is not None) / len(times)
 
     chance = mean(list(FEASIBLE))
     runs = [search(open_study(journal=tmp_path / f"{seed}", seed=seed), STARTUP + 12) for seed in range(4)]
-    assert mean([one for run in runs for one in run[STARTUP:]]) < 0.9 * chance
+    assert mean([point for run in runs for point in run[STARTUP:]]) < 0.9 * chance
 
 
 @pytest.mark.parametrize("outcome", [trial, failed])
 def test_nothing_infeasible_and_nothing_twice_is_proposed(
     open_study: Callable[..., Study], outcome: Callable[[Variant], Trial]
 ) -> None:
-    one = open_study()
-    found = search(one, 100, outcome)
-    assert set(found) == FEASIBLE
-    assert len(found) == len(FEASIBLE)
+    new_study = open_study()
+    proposals = search(new_study, 100, outcome)
+    assert set(proposals) == FEASIBLE
+    assert len(proposals) == len(FEASIBLE)
 
 
 def test_every_feasible_variant_is_found_before_there_is_none(
     open_study: Callable[..., Study], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(study, "ATTEMPTS", 1)  # luck finds few, the walk all
-    one = open_study()
-    assert set(search(one, 100)) == FEASIBLE
-    assert one.propose() is None
+    new_study = open_study()
+    assert set(search(new_study, 100)) == FEASIBLE
+    assert new_study.propose() is None
 
 
 def test_what_is_in_flight_is_not_proposed_again(open_study: Callable[..., Study]) -> None:
-    one = open_study()
-    search(one, STARTUP)
-    flying = [one.propose() for _ in range(20)]
+    new_study = open_study()
+    search(new_study, STARTUP)
+    flying = [new_study.propose() for _ in range(20)]
     assert len(set(flying)) == 20
     for proposed in flying:
         assert proposed is not None
-        one.record(trial(proposed))
-    assert len(one.trials) == STARTUP + 20
+        new_study.record(trial(proposed))
+    assert len(new_study.trials) == STARTUP + 20
 
 
 def test_a_small_space_is_searched_whole_in_the_files_order(open_study: Callable[..., Study]) -> None:
-    one = open_study(budget=60)
-    one.enqueue([variant(6, 4)])
-    found = search(one, 100)
-    assert found[0] == variant(6, 4)
-    assert found[1:] == [point for point in SPACE.feasible(problem(), A30) if point != variant(6, 4)]
-    assert one.propose() is None
+    new_study = open_study(budget=60)
+    new_study.enqueue([variant(6, 4)])
+    proposals = search(new_study, 100)
+    assert proposals[0] == variant(6, 4)
+    assert proposals[1:] == [point for point in SPACE.feasible(problem(), A30) if point != variant(6, 4)]
+    assert new_study.propose() is None
 
 
 def test_a_space_without_feasible_variants_proposes_nothing(open_study: Callable[..., Study]) -> None:
     never = Requirement(rule=Rule("1 == 2"), because="never")
     empty = replace(SPACE, require=(never,))
-    one = open_study(space=empty)
-    one.enqueue([variant(2, 2)])
-    assert one.propose() is None
+    new_study = open_study(space=empty)
+    new_study.enqueue([variant(2, 2)])
+    assert new_study.propose() is None
 
 
 def test_refused_proposals_are_counted_by_their_reason(open_study: Callable[..., Study]) -> None:
-    one = open_study()
-    search(one, 50)
-    assert set(one.refused) == {"the sum of a and b must be even (needs sum % 2 == 0)"}
-    assert one.refused.popitem()[1] > 0
+    new_study = open_study()
+    search(new_study, 50)
+    assert set(new_study.refused) == {"the sum of a and b must be even (needs sum % 2 == 0)"}
+    assert new_study.refused.popitem()[1] > 0
 
 
 def test_a_failure_is_told_as_bad(open_study: Callable[..., Study]) -> None:
-    one = open_study()
+    new_study = open_study()
     assert study.value_of(failed(variant(2, 2))) == BAD
     assert study.value_of(trial(variant(2, 2), math.nan)) == BAD
     assert study.value_of(trial(variant(2, 2), 5.0)) == 5.0
-    one.record(trial(variant(2, 2), math.nan))
-    one.record(trial(variant(4, 4), math.inf))
-    search(one, 15, failed)
+    new_study.record(trial(variant(2, 2), math.nan))
+    new_study.record(trial(variant(4, 4), math.inf))
+    search(new_study, 15, failed)
     assert len(open_study().trials) == 17
 
 
 def test_a_variant_that_nobody_proposed_is_remembered(open_study: Callable[..., Study]) -> None:
-    one = open_study()
-    one.record(trial(variant(2, 2)))
-    assert variant(2, 2) not in search(one, 100)
+    new_study = open_study()
+    new_study.record(trial(variant(2, 2)))
+    assert variant(2, 2) not in search(new_study, 100)
 
 
 def test_the_shipped_space_can_be_studied(open_study: Callable[..., Study]) -> None:
     shipped = search_space.load(TEMPLATE)
-    one = open_study(space=shipped)
+    new_study = open_study(space=shipped)
     seeds = shipped.seeds_for(problem(), A30)
-    one.enqueue(seeds)
+    new_study.enqueue(seeds)
 
     def outcome(proposed: Variant) -> Trial:
         return trial_of_shipped(proposed)
 
-    found = search(one, len(seeds) + STARTUP + 6, outcome)
-    assert found[: len(seeds)] == seeds
-    assert all(shipped.why_infeasible(proposed, problem(), A30) is None for proposed in found)
-    assert list(open_study(space=shipped).trials) == found
+    proposals = search(new_study, len(seeds) + STARTUP + 6, outcome)
+    assert proposals[: len(seeds)] == seeds
+    assert all(shipped.why_infeasible(proposed, problem(), A30) is None for proposed in proposals)
+    assert list(open_study(space=shipped).trials) == proposals
 
 
 def trial_of_shipped(proposed: Variant) -> Trial:
@@ -281,22 +283,22 @@ def trial_of_shipped(proposed: Variant) -> Trial:
 
 def test_a_study_on_the_same_journal_goes_on(open_study: Callable[..., Study]) -> None:
     first = open_study()
-    found = search(first, 20, lambda one: failed(one) if int(one["b"]) == 2 else trial(one))
+    proposals = search(first, 20, lambda proposed: failed(proposed) if int(proposed["b"]) == 2 else trial(proposed))
     again = open_study()
     assert again.trials == first.trials
-    assert list(again.trials) == found
-    assert any(one.outcome is Outcome.CRASH for one in again.trials.values())
+    assert list(again.trials) == proposals
+    assert any(trial.outcome is Outcome.CRASH for trial in again.trials.values())
     more = search(again, 100)
-    assert not set(more) & set(found)
-    assert set(more) | set(found) == FEASIBLE
+    assert not set(more) & set(proposals)
+    assert set(more) | set(proposals) == FEASIBLE
     assert open_study().trials == again.trials
     assert open_study().propose() is None
 
 
 def test_a_resumed_exhaustive_search_tries_only_the_rest(open_study: Callable[..., Study]) -> None:
-    found = search(open_study(budget=60), 25)
+    proposals = search(open_study(budget=60), 25)
     rest = search(open_study(budget=60), 100)
-    assert found + rest == list(SPACE.feasible(problem(), A30))
+    assert proposals + rest == list(SPACE.feasible(problem(), A30))
 
 
 def test_what_was_proposed_but_not_recorded_is_proposed_again(open_study: Callable[..., Study]) -> None:
@@ -311,10 +313,10 @@ def test_what_was_proposed_but_not_recorded_is_proposed_again(open_study: Callab
 
 
 def test_studies_share_a_journal_and_know_nothing_of_each_other(open_study: Callable[..., Study]) -> None:
-    one, other = open_study(name="one"), open_study(name="other")
+    first, second = open_study(name="one"), open_study(name="other")
     for _ in range(5):
-        search(one, 1)
-        search(other, 1, failed)
+        search(first, 1)
+        search(second, 1, failed)
     assert len(open_study(name="one").trials) == len(open_study(name="other").trials) == 5
     assert {trial.outcome for trial in open_study(name="other").trials.values()} == {Outcome.CRASH}
 
@@ -433,8 +435,8 @@ def test_a_folder_in_place_of_the_journal_is_refused(open_study: Callable[..., S
 def test_a_full_disk_is_named_and_costs_one_trial(
     open_study: Callable[..., Study], journal: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = open_study()
-    proposed = one.propose()
+    new_study = open_study()
+    proposed = new_study.propose()
     assert proposed is not None
 
     def full(*_: object) -> None:
@@ -442,7 +444,7 @@ def test_a_full_disk_is_named_and_costs_one_trial(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        message = refusal(lambda: one.record(trial(proposed)))
+        message = refusal(lambda: new_study.record(trial(proposed)))
     assert "No space left on device" in message
     with journal.open("ab") as file:
         file.write(b'{"op_code":4,"half')
@@ -459,10 +461,10 @@ def test_a_journal_that_is_held_is_named(
 
 def test_any_order_of_outcomes_can_be_recorded(open_study: Callable[..., Study], tmp_path: Path) -> None:
     for number, order in enumerate(itertools.permutations(range(3))):
-        one = open_study(journal=tmp_path / f"{number}.journal")
-        flying = [one.propose() for _ in range(3)]
+        new_study = open_study(journal=tmp_path / f"{number}.journal")
+        flying = [new_study.propose() for _ in range(3)]
         for place in order:
             proposed = flying[place]
             assert proposed is not None
-            one.record(trial(proposed))
-        assert set(one.trials) == set(flying)
+            new_study.record(trial(proposed))
+        assert set(new_study.trials) == set(flying)

@@ -17,8 +17,8 @@ from fake_pool import (
     Bench,
     FakePool,
     Studied,
-    asked,
     benched,
+    compile_jobs,
     report_of,
     searched,
     set_pool,
@@ -62,7 +62,7 @@ def test_a_search_begins_no_more_than_it_may(bench: Bench) -> None:
     shop = Workshop(samples.A30, measured=False, jobs=4)
     study = Studied(variants(10))
     assert len(searched(shop, study, more=lambda: len(study.proposals) > 7)) == 3
-    assert len(asked(shop)) == 3
+    assert len(compile_jobs(shop)) == 3
 
 
 def test_a_late_search_leaves_what_it_began(bench: Bench) -> None:
@@ -73,7 +73,7 @@ def test_a_late_search_leaves_what_it_began(bench: Bench) -> None:
     rest = [variant for variant in variants(10) if variant not in study.trials]
     again = searched(shop, Studied(list(rest)))
     assert [trial.variant for trial in again] == rest, "what was left is still compiled, once"
-    assert len(asked(shop)) == 10
+    assert len(compile_jobs(shop)) == 10
 
 
 def test_a_kernel_that_two_problems_share_is_compiled_once(bench: Bench) -> None:
@@ -81,7 +81,7 @@ def test_a_kernel_that_two_problems_share_is_compiled_once(bench: Bench) -> None
     first = searched(shop, Studied(variants(4)))
     other = replace(LARGE, batch=2, seq_q=512, layout=Layout.BSHD)
     second = searched(shop, Studied(variants(4), other))
-    assert len(asked(shop)) == shop.kernels == 4
+    assert len(compile_jobs(shop)) == shop.kernels == 4
     assert [trial.digest for trial in first] == [trial.digest for trial in second]
     assert [trial.time_us for trial in first] != [trial.time_us for trial in second]
 
@@ -89,7 +89,7 @@ def test_a_kernel_that_two_problems_share_is_compiled_once(bench: Bench) -> None
 def test_kernels_are_compiled_for_the_device(bench: Bench) -> None:
     shop = Workshop(samples.H200, measured=False, jobs=2)
     searched(shop, Studied(variants(2)))
-    assert {job.arch for job in asked(shop)} == {90}
+    assert {job.arch for job in compile_jobs(shop)} == {90}
 
 
 def test_what_the_compiler_refuses_is_a_trial_with_its_words(bench: Bench) -> None:
@@ -211,12 +211,12 @@ def test_the_card_and_the_interpreter_end_it_too(bench: Bench) -> None:
 def test_short_memory_costs_one_variant_which_is_counted_and_not_journalled(bench: Bench, tmp_path: Path) -> None:
     few = Failure(outcome=Outcome.OUT_OF_MEMORY, detail="too little")
     shop = Workshop(samples.A30, measured=False, jobs=1)
-    bench.inspect = lambda job: few if job is asked(shop)[1] else report_of(job)
-    one = search_space.load("triton/forward")
+    bench.inspect = lambda job: few if job is compile_jobs(shop)[1] else report_of(job)
+    points = search_space.load("triton/forward")
 
     def study() -> Study:
-        ledger = Ledger("one", storage.journal(tmp_path / "one.journal"), one)
-        return Study(ledger, one, LARGE, samples.A30, seed=0, budget=4)
+        ledger = Ledger("one", storage.journal(tmp_path / "one.journal"), points)
+        return Study(ledger, points, LARGE, samples.A30, seed=0, budget=4)
 
     first = study()
     searched(shop, first, more=lambda: first.taken < 4)
@@ -235,14 +235,14 @@ def test_numerics_share_a_gate() -> None:
 
 def test_a_structure_is_rehearsed_once_whatever_its_numbers(bench: Bench) -> None:
     shop = Workshop(samples.A30, measured=False, jobs=2)
-    for one in (
+    for problem in (
         LARGE,
         replace(LARGE, batch=1, seq_q=17, head_dim=128, head_dim_v=128),
         replace(LARGE, dtype=DType.BFLOAT16),
         replace(LARGE, numerics=Numerics.ONLINE),
     ):
         for variant in (*variants(4), kernels.variant(barrier="after_qk"), kernels.variant(maxnreg=128, HEAD_GROUP=0)):
-            assert shop.rehearse(one, variant) == [GOOD]
+            assert shop.rehearse(problem, variant) == [GOOD]
     assert len(benched(shop)) == 1
 
 
@@ -307,7 +307,10 @@ def test_a_rehearsal_counts_in_a_precision_that_the_interpreter_has(bench: Bench
         shop.rehearse(replace(LARGE, dtype=dtype, precision=precision), kernels.variant())
     kinds = [(job.problem.dtype, job.problem.precision) for job in benched(shop)]
     # A tf32 product takes its factors in another order, and the others are the same to the interpreter.
-    assert set(kinds) == {(DType.FLOAT16, Precision.IEEE), *((DType.FLOAT32, one) for one in Precision)}
+    assert set(kinds) == {
+        (DType.FLOAT16, Precision.IEEE),
+        *((DType.FLOAT32, float32_precision) for float32_precision in Precision),
+    }
     assert shop.bench.environment["TRITON_INTERPRET"] == "1"
 
 
@@ -354,7 +357,9 @@ def test_a_trial_of_one_problem_tells_what_the_kernel_takes_for_another(bench: B
 
 def test_what_was_left_out_is_counted_with_its_reason(bench: Bench) -> None:
     shop = Workshop(samples.A30, measured=False, jobs=2)
-    shop.count_left_out([Trial(variant=one, outcome=Outcome.TOO_SLOW, detail="so it is") for one in variants(3)])
+    shop.count_left_out(
+        [Trial(variant=variant, outcome=Outcome.TOO_SLOW, detail="so it is") for variant in variants(3)]
+    )
     assert shop.outcomes == {Outcome.TOO_SLOW: 3}
     assert shop.reasons == {"too slow: so it is": 3}
     assert shop.kernels == 0
@@ -473,7 +478,7 @@ def test_a_problem_has_its_looks_and_its_finals_on_one_card_while_others_have_th
     go_on(shop, go_on(shop, works, left=1))  # the one that is left may have both cards
     for problem in problems:
         shop.alone(shop.final(problem, variants(2), seconds=0.5, seed=7))
-    jobs, places = shop.bench.asked, shop.bench.places  # type: ignore[attr-defined]
+    jobs, places = shop.bench.jobs, shop.bench.places  # type: ignore[attr-defined]
     both = [(problems.index(job.problem), place) for job, place in zip(jobs, places, strict=True)]
     assert {(0, 0), (1, 1)} <= set(both[:8]) <= {(0, 0), (1, 1)}
     assert both[-2:] == [(0, 0), (1, 1)], "the finals"
@@ -592,15 +597,18 @@ def test_two_searches_go_on_together_and_each_hears_its_own_in_order(bench: Benc
     heard: list[tuple[int, Trial]] = []
     works = [
         shop.search(
-            study, more=lambda: True, late=lambda: False, heard=lambda trial, one=one: heard.append((one, trial))
+            study,
+            more=lambda: True,
+            late=lambda: False,
+            heard=lambda trial, number=number: heard.append((number, trial)),
         )
-        for one, study in enumerate(studies)
+        for number, study in enumerate(studies)
     ]
     go_on(shop, works)
-    assert [trial.variant for one, trial in heard if one == 0] == proposals
-    assert [trial.variant for one, trial in heard if one == 1] == list(reversed(proposals))
-    assert len({one for one, _ in heard[:8]}) == 2, "neither waits for the other"
-    assert len(asked(shop)) == 8, "both have the same kernels"
+    assert [trial.variant for number, trial in heard if number == 0] == proposals
+    assert [trial.variant for number, trial in heard if number == 1] == list(reversed(proposals))
+    assert len({number for number, _ in heard[:8]}) == 2, "neither waits for the other"
+    assert len(compile_jobs(shop)) == 8, "both have the same kernels"
     assert shop.idle
 
 
@@ -621,7 +629,7 @@ def most_in_flight(shop: Workshop, study: Any, budget: int) -> int:
         budget=budget,
         more=lambda: True,
         late=lambda: False,
-        heard=lambda _: counts.append(len(asked(shop))),
+        heard=lambda _: counts.append(len(compile_jobs(shop))),
     )
     shop.alone(steps)
     return counts[0]
@@ -637,7 +645,7 @@ def test_more_is_in_flight_where_no_result_would_help(bench: Bench, budget: int,
 def test_each_card_is_made_ready_for_a_problem_before_its_first_look(bench: Bench) -> None:
     shop = Workshop(samples.H200, measured=True, jobs=2, cards=["4", "5"])
     searched(shop, Studied(variants(3)))
-    jobs, places = shop.bench.asked, shop.bench.places  # type: ignore[attr-defined]
+    jobs, places = shop.bench.jobs, shop.bench.places  # type: ignore[attr-defined]
     for place in (0, 1):
         there = [job for job, where in zip(jobs, places, strict=True) if where == place]
         assert [isinstance(job, Prepare) for job in there] == [True] + [False] * (len(there) - 1)
@@ -672,11 +680,11 @@ def test_finals_take_no_time_of_other_searches(bench: Bench, monkeypatch: pytest
 @pytest.mark.parametrize(("op", "predicted"), [(Op.FORWARD, True), (Op.BACKWARD, False)])
 def test_the_seeds_of_every_template_are_inspected_and_those_that_the_model_knows_are_predicted(bench, op, predicted):
     of = kernels.problem(op=op, dtype=DType.BFLOAT16, batch=4, seq_q=1024, seq_kv=1024, head_dim=64)
-    found = StaticReport(
+    report = StaticReport(
         digest="d", arch=90, registers=128, spilled_bytes=0, shared_bytes=1024, num_warps=4, code_bytes=64,
         loop={"HGMMA.64x64x16.F32.BF16.SS": 8, "MUFU.EX2": 32},
     )  # fmt: skip
-    bench.inspect = lambda job: found
+    bench.inspect = lambda job: report
     for points in search_space.of(op):
         seeds = points.seeds_for(of, samples.H200)
         heard = searched(Workshop(samples.H200, measured=False, jobs=1), Studied(list(seeds), of))

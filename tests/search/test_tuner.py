@@ -36,8 +36,8 @@ def test_a_real_run_without_the_card_gives_a_predicted_entry_and_resumes(tmp_pat
 
 
 def test_the_same_seed_gives_the_same_entry(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
-    one, other = (run(tmp_path / name, trials=30, seed=5).entries[SMALL.key] for name in ("a", "b"))
-    assert replace(one, versions={}) == replace(other, versions={})
+    first, second = (run(tmp_path / name, trials=30, seed=5).entries[SMALL.key] for name in ("a", "b"))
+    assert replace(first, versions={}) == replace(second, versions={})
 
 
 @pytest.mark.parametrize("measured", [False, True])
@@ -66,7 +66,7 @@ def test_an_entry_of_another_template_text_is_tuned_anew(
     workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path)
-    monkeypatch.setattr(render, "digest_of_source", lambda *asked: "another")
+    monkeypatch.setattr(render, "digest_of_source", lambda *facts: "another")
     assert run(tmp_path).kept == 0
 
 
@@ -150,7 +150,7 @@ def test_a_rival_that_is_wrong_is_no_rival(workshop: type[FakeWorkshop], tmp_pat
     workshop.rivals = (rival("sdpa", 1.0, max_error=1.0),)
     entry = run(tmp_path, measured=True).entries[SMALL.key]
     assert entry.choice == KERNEL
-    assert "sdpa" not in {one.name for one in entry.rivals}
+    assert "sdpa" not in {rival.name for rival in entry.rivals}
 
 
 def slow_default(variant: Variant, time_us: float) -> float:

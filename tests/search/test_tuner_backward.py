@@ -40,7 +40,7 @@ class Both(FakeWorkshop):
 
 @pytest.fixture
 def workshop(monkeypatch: pytest.MonkeyPatch) -> type[Both]:
-    fresh = type("Fresh", (Both,), {"finals": [], "asked": []})
+    fresh = type("Fresh", (Both,), {"finals": [], "budgets": []})
     monkeypatch.setattr(tuner, "Workshop", fresh)
     return fresh
 
@@ -61,8 +61,8 @@ def test_each_operation_has_a_file_of_its_own(workshop: type[Both], tmp_path: Pa
 
 def test_a_tuned_backward_problem_is_explained_by_its_entry(workshop: type[Both], tmp_path: Path) -> None:
     entry = run(tmp_path, BACKWARD, measured=True).entries[BACKWARD.key]
-    found = cache_lookup.explain(BACKWARD, samples.H200, tmp_path)
-    assert (found.level, found.variant) == (cache_lookup.Level.EXACT, entry.variant)
+    explanation = cache_lookup.explain(BACKWARD, samples.H200, tmp_path)
+    assert (explanation.level, explanation.variant) == (cache_lookup.Level.EXACT, entry.variant)
     assert cache_lookup.explain(SMALL, samples.H200, tmp_path).level is not cache_lookup.Level.EXACT
 
 
@@ -107,16 +107,18 @@ def test_a_structure_is_rehearsed_with_the_smallest_numbers(
     changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_pool.set_pool(monkeypatch)
-    one: Problem = replace(BACKWARD, **changes)  # type: ignore[arg-type]
+    problem: Problem = replace(BACKWARD, **changes)  # type: ignore[arg-type]
     with Workshop(samples.H200, measured=False, jobs=1) as shop:
-        verdict = shop.check(one, gradient_kernels.variant(QUERIES_BLOCK_M=128, keys_num_warps=8, products="as_asked"))
+        verdict = shop.check(
+            problem, gradient_kernels.variant(QUERIES_BLOCK_M=128, keys_num_warps=8, products="as_asked")
+        )
     assert not isinstance(verdict, Failure)
     (job,) = fake_pool.benched(shop)
     assert job.problem == kind_of(job.problem)
     assert job.problem.op is Op.BACKWARD
-    assert (job.problem.mask.block_q, job.problem.mask.block_kv) == ((32, 16) if one.mask.sparse else (0, 0))
+    assert (job.problem.mask.block_q, job.problem.mask.block_kv) == ((32, 16) if problem.mask.sparse else (0, 0))
     assert (job.source.variant["QUERIES_BLOCK_M"], job.source.variant["keys_num_warps"]) == (16, 1)
-    assert (job.problem.head_dim == job.problem.head_dim_v) == (one.head_dim == one.head_dim_v)
+    assert (job.problem.head_dim == job.problem.head_dim_v) == (problem.head_dim == problem.head_dim_v)
 
 
 def test_a_tile_is_told_for_each_kernel() -> None:
@@ -138,7 +140,7 @@ def test_what_times_outputs_alone_refuses_gradients(tmp_path: Path) -> None:
 
 
 def test_gradients_that_nobody_measured_have_a_default(tmp_path: Path) -> None:
-    found = cache_lookup.explain(BACKWARD, samples.H200, tmp_path)
-    assert (found.route, found.level) == ("kernel", cache_lookup.Level.DEFAULT)
+    explanation = cache_lookup.explain(BACKWARD, samples.H200, tmp_path)
+    assert (explanation.route, explanation.level) == ("kernel", cache_lookup.Level.DEFAULT)
     first = next(seed for space in search_space.of(Op.BACKWARD) for seed in space.seeds_for(BACKWARD, samples.H200))
-    assert found.variant == first
+    assert explanation.variant == first

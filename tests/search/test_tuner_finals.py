@@ -52,7 +52,7 @@ def test_the_templates_default_is_a_rival_in_the_record_and_never_the_choice(
     default = first_default()
     workshop.time_us = lambda self, variant: 200.0 if variant == default else 100.0  # type: ignore[method-assign]
     entry = run(tmp_path, measured=True, trials=30).entries[SMALL.key]
-    times = {one.name: one.measurement.median_us for one in entry.rivals}
+    times = {rival.name: rival.measurement.median_us for rival in entry.rivals}
     assert times == {finals.TEMPLATE_DEFAULT: 200.0}
     assert entry.choice == KERNEL
 
@@ -65,11 +65,14 @@ def test_an_entry_has_a_faster_peer_beside_its_kernel_and_says_who_was_absent(
     summary = run(tmp_path, measured=True, trials=30)
     entry = summary.entries[SMALL.key]
     assert entry.choice == KERNEL
-    assert "fa3" in [one.name for one in entry.rivals]
+    assert "fa3" in [rival.name for rival in entry.rivals]
     assert entry.absent is not None
     assert entry.absent["fa2"] == "not installed (no module flash_attn)"
     read = store.read(summary.written[0]).entries[SMALL.key]
-    assert (read.absent, [one.name for one in read.rivals]) == (entry.absent, [one.name for one in entry.rivals])
+    assert (read.absent, [rival.name for rival in read.rivals]) == (
+        entry.absent,
+        [rival.name for rival in entry.rivals],
+    )
 
 
 def test_a_quick_tune_leaves_out_peers_that_compile_and_says_so(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
@@ -77,11 +80,11 @@ def test_a_quick_tune_leaves_out_peers_that_compile_and_says_so(workshop: type[F
     assert "flex" in compiling
     quick = run(tmp_path, measured=True).entries[SMALL.key]
     standard = run(tmp_path / "standard", measured=True, effort=search_options.Effort.STANDARD).entries[SMALL.key]
-    assert [set(asked["peers"]) for asked in workshop.asked] == [
+    assert [set(budget["peers"]) for budget in workshop.budgets] == [
         set(external.FINALS_PEERS) - compiling,
         set(external.FINALS_PEERS),
     ]
-    assert workshop.asked[0]["best_us"] == quick.time_us
+    assert workshop.budgets[0]["best_us"] == quick.time_us
     assert quick.absent is not None
     assert quick.absent["flex"] == peer_calls.why_no_time(external.PEERS["flex"], search_options.Effort.QUICK)
     assert set(quick.absent) == compiling
@@ -215,7 +218,7 @@ def test_a_prediction_rests_on_the_first_variant_that_rehearses_right(
     entry = run(tmp_path, trials=30).entries[SMALL.key]
     assert entry.variant not in wrong
     assert len(entry.candidates) == 5, "others take the places of those two"
-    assert not [one for one in entry.candidates if Variant.of(entry.template, one.params) in wrong]
+    assert not [candidate for candidate in entry.candidates if Variant.of(entry.template, candidate.params) in wrong]
 
 
 def test_an_entry_says_what_the_interpreter_made_of_variants_and_is_searched_anew_where_it_crashed(
@@ -288,7 +291,7 @@ def test_an_entry_keeps_five_runners_up_in_order(workshop: type[FakeWorkshop], t
         times = [entry.time_us, *(candidate.time_us for candidate in entry.candidates)]
         assert len(times) == 6
         assert times == sorted(times)
-        assert len({entry.source_digest, *(one.source_digest for one in entry.candidates)}) == 6
+        assert len({entry.source_digest, *(candidate.source_digest for candidate in entry.candidates)}) == 6
 
 
 def test_the_previous_winner_stays_among_equals(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
@@ -317,15 +320,15 @@ def test_without_a_previous_winner_two_tunes_agree_among_equals(
 def test_the_raw_samples_are_kept_beside_the_journal(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
     workshop.rivals = (rival("sdpa", 500.0),)
     entry = run(tmp_path, measured=True, trials=30).entries[SMALL.key]
-    found = finals_samples.read(finals_samples.path_of(tmp_path, "h200", SMALL.key))
-    assert found is not None
-    assert (found.winner, found.fingerprint, found.problem) == (
+    record = finals_samples.read(finals_samples.path_of(tmp_path, "h200", SMALL.key))
+    assert record is not None
+    assert (record.winner, record.fingerprint, record.problem) == (
         entry.source_digest, samples.H200.fingerprint, SMALL
     )  # fmt: skip
-    assert len(found.rounds) == 40
+    assert len(record.rounds) == 40
     assert entry.finals is not None
-    assert set(found.kernels.values()) == {one.source_digest for one in entry.finals.finalists}
-    assert found.rounds[0].times_us["sdpa"] == 500.0
+    assert set(record.kernels.values()) == {finalist.source_digest for finalist in entry.finals.finalists}
+    assert record.rounds[0].times_us["sdpa"] == 500.0
     assert not list(tmp_path.rglob("*.tmp"))
 
 
@@ -338,9 +341,9 @@ def test_a_tune_for_energy_takes_what_costs_least_and_asks_for_it_long_enough(
     cool = run(tmp_path, objective=search_options.Objective.ENERGY, **options).entries[SMALL.key]
     assert cool.time_us > fast.time_us
     assert cool.search.objective == "energy"
-    assert [one["energy_seconds"] for one in workshop.asked] == [0.0, search_options.ENERGY_SECONDS]
+    assert [budget["energy_seconds"] for budget in workshop.budgets] == [0.0, search_options.ENERGY_SECONDS]
     assert cool.finals is not None
-    assert {one.energy is not None for one in cool.finals.finalists} == {True}
+    assert {finalist.energy is not None for finalist in cool.finals.finalists} == {True}
 
 
 def test_an_entry_for_another_objective_is_not_up_to_date(workshop: type[FakeWorkshop], tmp_path: Path) -> None:

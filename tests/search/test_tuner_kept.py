@@ -76,8 +76,8 @@ def test_a_prediction_never_takes_a_measurements_place(workshop: type[FakeWorksh
     measured = run(tmp_path, measured=True).entries[SMALL.key]
     options = search_options.Options(effort=search_options.Effort.MAX, trials=12, cache=tmp_path)
     tuner.tune([SMALL], samples.H200, measured=False, options=options)
-    found = store.lookup(tmp_path, samples.H200, Op.FORWARD)[SMALL.key]
-    assert (found.evidence, found.params) == (Evidence.MEASURED, measured.params)
+    entry = store.lookup(tmp_path, samples.H200, Op.FORWARD)[SMALL.key]
+    assert (entry.evidence, entry.params) == (Evidence.MEASURED, measured.params)
 
 
 def test_on_the_card_the_portfolio_and_the_seeds_are_tried_before_anything_else(
@@ -146,10 +146,10 @@ def test_what_another_process_tries_is_waited_for_and_tried_here_when_it_gives_u
         problem_run, "study_name", lambda *facts, **kind: names.append(named(*facts, **kind)) or names[-1]
     )
     run(tmp_path / "none", trials=1, storage=url)
-    one = search_space.load("triton/forward")
-    other = Ledger(names[0], storage.server(url), one)
+    points = search_space.load("triton/forward")
+    other = Ledger(names[0], storage.server(url), points)
     (known,) = other.news().finished
-    flying = [seed for seed in one.seeds_for(SMALL, samples.A30) if seed != known.variant][:2]
+    flying = [seed for seed in points.seeds_for(SMALL, samples.A30) if seed != known.variant][:2]
     assert all(other.claim(seed) for seed in flying)
     slept: list[float] = []
     really_sleep = tuner.time.sleep
@@ -167,7 +167,7 @@ def test_what_another_process_tries_is_waited_for_and_tried_here_when_it_gives_u
     entry = run(tmp_path / "here", trials=4, storage=url).entries[SMALL.key]
     assert len(slept) == 2
     assert entry.search.trials == 4
-    trials = [trial for found in studies(storage.server(url)).values() for trial in found]
+    trials = [trial for study_trials in studies(storage.server(url)).values() for trial in study_trials]
     assert set(flying) <= {trial.variant for trial in trials}
     assert len(trials) == len({trial.variant for trial in trials}) == 4
 
@@ -227,15 +227,15 @@ def test_the_listener_hears_of_every_problem_from_its_search_to_its_end(
     workshop.fails = frozenset({other.key})
     options = search_options.Options(effort=search_options.Effort.QUICK, trials=3, cache=tmp_path)
     tuner.tune([SMALL, other], samples.H200, measured=True, options=options, listen=heard.append)
-    phases = [(one.index, one.phase) for one in heard]
+    phases = [(progress.index, progress.phase) for progress in heard]
     assert phases == [(0, "search")] * 3 + [(0, "final"), (0, "done")] + [(1, "search")] * 3 + [(1, "done")]
-    assert [one.tried for one in heard[:3]] == [1, 2, 3]
-    best = [one.best_us for one in heard[:5]]
+    assert [progress.tried for progress in heard[:3]] == [1, 2, 3]
+    best = [progress.best_us for progress in heard[:5]]
     assert best == sorted(best, reverse=True), "it only falls"  # type: ignore[type-var]
     assert "ptxas said no" in heard[-1].detail
     heard.clear()
     tuner.tune([SMALL], samples.H200, measured=True, options=options, listen=heard.append)
-    assert [one.phase for one in heard] == ["kept"]
+    assert [progress.phase for progress in heard] == ["kept"]
 
 
 LADDER = tuple(replace(SMALL, batch=batch) for batch in (1, 2, 3, 4))  # sister problems
@@ -246,11 +246,11 @@ def test_several_problems_are_searched_at_once_and_none_is_lost(workshop: type[F
     options = search_options.Options(effort=search_options.Effort.QUICK, trials=3, cache=tmp_path)
     workshop.many = 2
     summary = tuner.tune(LADDER, samples.H200, measured=True, options=options, listen=heard.append)
-    assert list(summary.entries) == [one.key for one in LADDER]
-    searched = [one.index for one in heard if one.phase == "search"]
+    assert list(summary.entries) == [problem.key for problem in LADDER]
+    searched = [progress.index for progress in heard if progress.phase == "search"]
     assert searched[:4] == [0, 1, 0, 1], "two take turns"
-    begun = {index: place for place, index in reversed(list(enumerate(one.index for one in heard)))}
-    ended = {one.index: place for place, one in enumerate(heard) if one.phase == "done"}
+    begun = {index: place for place, index in reversed(list(enumerate(progress.index for progress in heard)))}
+    ended = {progress.index: place for place, progress in enumerate(heard) if progress.phase == "done"}
     assert all(begun[index] > ended[index - 2] for index in (2, 3)), "never three"
     assert store.read(summary.written[0]).entries.keys() == summary.entries.keys()
 
@@ -259,17 +259,19 @@ def test_who_is_learned_from_depends_on_the_order_of_the_problems_alone(
     workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two at once: the third learns from the first whether or not the second has ended."""
-    asked: list[list[str]] = []
+    learned_from: list[list[str]] = []
     contest = problem_run.ProblemRun.contest
     monkeypatch.setattr(
         problem_run.ProblemRun,
         "contest",
-        lambda self, relatives: asked.append([one.problem.key for one in relatives]) or contest(self, relatives),
+        lambda self, relatives: (
+            learned_from.append([relative.problem.key for relative in relatives]) or contest(self, relatives)
+        ),
     )
     workshop.many = 2
     run(tmp_path, *LADDER, measured=True)
-    keys = [one.key for one in LADDER]
-    assert asked == [[], [], keys[:1], keys[:2]]
+    keys = [problem.key for problem in LADDER]
+    assert learned_from == [[], [], keys[:1], keys[:2]]
 
 
 def test_without_the_card_a_kernel_is_a_trial_of_every_problem_of_its_kind_and_few_are_compiled(
@@ -283,7 +285,9 @@ def test_without_the_card_a_kernel_is_a_trial_of_every_problem_of_its_kind_and_f
     assert {key for key, _ in workshop.tried} == {SMALL.key, wider.key}, "both propose"
     points = search_space.load(kernels.TEMPLATE)
     for problem in (SMALL, wider):
-        fitting = [one for _, one in workshop.tried if points.why_infeasible(one, problem, samples.A30) is None]
+        fitting = [
+            variant for _, variant in workshop.tried if points.why_infeasible(variant, problem, samples.A30) is None
+        ]
         assert summary.entries[problem.key].search.trials == len(fitting) >= profile.kernels / 2
 
 

@@ -111,9 +111,9 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """The value of a script's last expression, awaited."""
-        found = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        reply = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in reply, reply["exceptionDetails"]
+        return reply["result"].get("value")
 
     def complaints(self) -> list[str]:
         """Console messages, script errors and requests that failed, since the page was opened."""

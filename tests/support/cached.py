@@ -37,67 +37,77 @@ def problem(cache: KeyCache, lengths: Sequence[int] = LENGTHS, *, packed: bool =
     return kernels.problem(cache=cache, **facts | changes)
 
 
-def operands(one: Problem, lengths: Sequence[int] = LENGTHS, *, seed: int = 0) -> Operands:
+def operands(problem: Problem, lengths: Sequence[int] = LENGTHS, *, seed: int = 0) -> Operands:
     """Random operands; what lies behind a sequence's keys is NaN, and pages behind them are garbage.
 
     Args:
         seed: of which row or page of the cache a key lies in; the numbers are the same for each.
     """
-    assert one.cache is not None
+    assert problem.cache is not None
     numbers, places = torch.Generator(), torch.Generator().manual_seed(seed)
-    dtype = attention_formula.TORCH_DTYPE[one.dtype]
+    dtype = attention_formula.TORCH_DTYPE[problem.dtype]
 
     def normal(*shape: int, sequence: int = -1) -> Tensor:
         """Those of a sequence are the same in every batch."""
         numbers.manual_seed(sequence + 7)
         return torch.randn(shape, generator=numbers).to(dtype)
 
-    queries = (1, one.heads_q, one.tokens_q) if one.packed else (one.batch, one.heads_q, one.seq_q)
-    query = normal(*queries, one.head_dim)  # the first rows are the same in every batch
-    pads = torch.arange(one.batch, dtype=torch.int32) * 2 if one.cache.leftpad else torch.zeros(one.batch).int()
+    queries = (
+        (1, problem.heads_q, problem.tokens_q) if problem.packed else (problem.batch, problem.heads_q, problem.seq_q)
+    )
+    query = normal(*queries, problem.head_dim)  # the first rows are the same in every batch
+    pads = (
+        torch.arange(problem.batch, dtype=torch.int32) * 2
+        if problem.cache.leftpad
+        else torch.zeros(problem.batch).int()
+    )
     counts = [max(0, length - pad) for length, pad in zip(lengths, pads.tolist(), strict=True)]
-    keys = [normal(count, one.heads_kv, one.head_dim, sequence=place) for place, count in enumerate(counts)]
-    values = [normal(count, one.heads_kv, one.head_dim_v, sequence=place + 99) for place, count in enumerate(counts)]
-    page = one.cache.page or CAPACITY
+    keys = [normal(count, problem.heads_kv, problem.head_dim, sequence=place) for place, count in enumerate(counts)]
+    values = [
+        normal(count, problem.heads_kv, problem.head_dim_v, sequence=place + 99) for place, count in enumerate(counts)
+    ]
+    page = problem.cache.page or CAPACITY
     columns = -(-CAPACITY // page)
-    count = one.batch * columns + 2
-    table = torch.randperm(count, generator=places)[: one.batch * columns].view(one.batch, columns).int()
-    if not one.cache.page and not one.cache.rows:
-        count, table = one.batch, torch.arange(one.batch).int()[:, None]
-    stored = torch.float8_e4m3fn if one.caches_float8 else dtype
-    key = torch.full((count, page, one.heads_kv, one.head_dim), math.nan, dtype=stored)
-    value = torch.full((count, page, one.heads_kv, one.head_dim_v), math.nan, dtype=stored)
-    if one.cache.latent:
-        value, values = key[..., : one.head_dim_v], [tensor[..., : one.head_dim_v] for tensor in keys]
+    count = problem.batch * columns + 2
+    table = torch.randperm(count, generator=places)[: problem.batch * columns].view(problem.batch, columns).int()
+    if not problem.cache.page and not problem.cache.rows:
+        count, table = problem.batch, torch.arange(problem.batch).int()[:, None]
+    stored = torch.float8_e4m3fn if problem.caches_float8 else dtype
+    key = torch.full((count, page, problem.heads_kv, problem.head_dim), math.nan, dtype=stored)
+    value = torch.full((count, page, problem.heads_kv, problem.head_dim_v), math.nan, dtype=stored)
+    if problem.cache.latent:
+        value, values = key[..., : problem.head_dim_v], [tensor[..., : problem.head_dim_v] for tensor in keys]
     for sequence, pad in enumerate(pads.tolist()):
         places_of = torch.arange(len(keys[sequence])) + pad
         rows = table[sequence, places_of // page].long()
         key[rows, places_of % page] = keys[sequence].to(stored)
         value[rows, places_of % page] = values[sequence].to(stored)
-        if one.cache.page:
+        if problem.cache.page:
             table[sequence, -(-lengths[sequence] // page) :] = GARBAGE
     cache = CachedKeys(
         lengths=torch.tensor(lengths, dtype=torch.int32),
         capacity=columns * page,
-        pages=table if one.cache.page else None,
-        rows=table[:, 0].contiguous() if one.cache.rows else None,
-        leftpad=pads if one.cache.leftpad else None,
+        pages=table if problem.cache.page else None,
+        rows=table[:, 0].contiguous() if problem.cache.rows else None,
+        leftpad=pads if problem.cache.leftpad else None,
     )
-    modifiers = one.modifiers
+    modifiers = problem.modifiers
     return Operands(
         query=query,
         key=key.transpose(1, 2),
         value=value.transpose(1, 2),
-        scale=one.head_dim**-0.5,
-        key_scale=torch.rand(one.heads_kv, generator=numbers).add(0.5).expand(one.batch, -1)
-        if one.caches_float8
+        scale=problem.head_dim**-0.5,
+        key_scale=torch.rand(problem.heads_kv, generator=numbers).add(0.5).expand(problem.batch, -1)
+        if problem.caches_float8
         else None,
-        value_scale=torch.rand(one.batch, one.heads_kv, generator=numbers) + 0.5 if one.caches_float8 else None,
-        cu_seqlens_q=torch.tensor([0, *QUERIES]).cumsum(0).int() if one.packed else None,
+        value_scale=torch.rand(problem.batch, problem.heads_kv, generator=numbers) + 0.5
+        if problem.caches_float8
+        else None,
+        cu_seqlens_q=torch.tensor([0, *QUERIES]).cumsum(0).int() if problem.packed else None,
         cache=cache,
         softcap=2.0 if modifiers.softcap else 0.0,
-        slopes=torch.rand(one.batch, one.heads_q, generator=numbers) if modifiers.alibi else None,
-        sinks=torch.randn(one.heads_q, generator=numbers) if modifiers.sinks else None,
+        slopes=torch.rand(problem.batch, problem.heads_q, generator=numbers) if modifiers.alibi else None,
+        sinks=torch.randn(problem.heads_q, generator=numbers) if modifiers.sinks else None,
     )
 
 
@@ -128,19 +138,19 @@ class CachedRun:
         return output, lse
 
 
-def run(child: Pool, one: Problem, **changes: Any) -> tuple[Tensor, Tensor]:
+def run(child: Pool, problem: Problem, **changes: Any) -> tuple[Tensor, Tensor]:
     """Output and LSE of the smallest variant, changed; `lengths`, `seed` and `told` are those of CachedRun."""
     facts = {name: changes.pop(name) for name in ("lengths", "seed", "told") if name in changes}
-    outcome = child.result(CachedRun(problem=one, variant=kernels.variant(**changes), **facts), SECONDS)
+    outcome = child.result(CachedRun(problem=problem, variant=kernels.variant(**changes), **facts), SECONDS)
     assert not isinstance(outcome, Failure), f"{outcome.outcome.value}: {outcome.detail}"
     output, lse = outcome
     return output, lse
 
 
-def check(child: Pool, one: Problem, lengths: Sequence[int] = LENGTHS, **changes: Any) -> None:
+def check(child: Pool, problem: Problem, lengths: Sequence[int] = LENGTHS, **changes: Any) -> None:
     """Compares a kernel with the reference in float64."""
-    output, lse = run(child, one, lengths=tuple(lengths), **changes)
-    expected, expected_lse = attention_formula.attention(one, operands(one, lengths))
-    error = 2e-3 if one.dtype.bytes == 2 else 1e-5
+    output, lse = run(child, problem, lengths=tuple(lengths), **changes)
+    expected, expected_lse = attention_formula.attention(problem, operands(problem, lengths))
+    error = 2e-3 if problem.dtype.bytes == 2 else 1e-5
     torch.testing.assert_close(output.double(), expected, rtol=2 * error, atol=error)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-4)

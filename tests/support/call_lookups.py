@@ -26,16 +26,16 @@ def strided(tensor: Tensor, pad: int) -> Tensor:
     return room[..., : tensor.shape[-1]]
 
 
-def key_of(*tensors: Any, **asked: Any) -> Any:
+def key_of(*tensors: Any, **options: Any) -> Any:
     """The key that `attention` asks for."""
     call_cache.clear()
     with mock.patch.object(call_cache, "find") as find, mock.patch.object(call_cache, "guard"):
-        functional.attention(*tensors, **asked)
+        functional.attention(*tensors, **options)
     find.assert_called_once()
     return find.call_args.args[0]
 
 
-def found_among_recent(*tensors: Any, **asked: Any) -> bool:
+def found_among_recent(*tensors: Any, **options: Any) -> bool:
     """Whether a call is like the last one that was prepared; if not, it becomes that."""
 
     def keep(*given: Any) -> None:
@@ -45,5 +45,5 @@ def found_among_recent(*tensors: Any, **asked: Any) -> bool:
     kept = call_cache.guard
     with mock.patch.object(call_cache, "find") as find, mock.patch.object(call_cache, "guard", keep):
         find.return_value.sees_switches = False
-        functional.attention(*tensors, **asked)
+        functional.attention(*tensors, **options)
     return not find.called

@@ -63,7 +63,9 @@ def shapes(tmp_path: Path) -> Path:
 def user_cache() -> Path:
     """A measured and a predicted entry of the H200 in the user's cache."""
     folder = resources.user_cache()
-    entries = [samples.current(one) for one in (samples.measured(), samples.predicted(samples.problem(mask=Mask())))]
+    entries = [
+        samples.current(entry) for entry in (samples.measured(), samples.predicted(samples.problem(mask=Mask())))
+    ]
     store.merge(folder, samples.H200, Op.FORWARD, entries)
     return folder
 

@@ -48,10 +48,10 @@ def at(address: int, view: View, dtype: torch.dtype) -> Tensor:
 RUNNING = {name: TORCH_DTYPE[kind] for kind, name in ELEMENT.items()}
 
 
-def merge_into(output: Tensor, lse: Tensor, found: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+def merge_into(output: Tensor, lse: Tensor, second: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     """What a kernel that merges leaves: a row that sees no key is as it was."""
-    made = PartialOutputs(first=output, second=found, first_lse=lse, second_lse=sums)
-    total, total_lse = merge_formula.merge(made)
+    partials = PartialOutputs(first=output, second=second, first_lse=lse, second_lse=sums)
+    total, total_lse = merge_formula.merge(partials)
     return torch.where((sums == -math.inf)[..., None], output, total), total_lse
 
 
@@ -115,38 +115,44 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
         return Kernel(source=source, module=None, compiled=object(), device=device, sm_count=132)  # type: ignore[arg-type]
 
     def run(
-        kernel: Kernel, one: Problem, operands: Operands, output: Tensor, lse: Tensor | None, *, counting: bool = False
+        kernel: Kernel,
+        problem: Problem,
+        operands: Operands,
+        output: Tensor,
+        lse: Tensor | None,
+        *,
+        counting: bool = False,
     ) -> None:
         seen["forward"] += 1
-        seen["problem"] = one
+        seen["problem"] = problem
         seen["traits"] = forward.traits_of(operands.query, operands.key, operands.value, output)
         assert kernel.source.traits.lse is (lse is not None)
         with torch.autocast("cpu", enabled=False):  # which launches do not see
-            found, sums = pytorch_sdpa.eager(one, operands)
+            computed, sums = pytorch_sdpa.eager(problem, operands)
         if kernel.source.traits.merged:
             assert lse is not None
             seen["merged"] += 1
-            found, sums = merge_into(output, lse, found, sums)
-        output.copy_(found)
+            computed, sums = merge_into(output, lse, computed, sums)
+        output.copy_(computed)
         if lse is not None:
             lse.copy_(sums)
 
-    def differentiate(kernel: Kernel, one: Problem, operands: Operands, saved: Saved, gradients: Gradients) -> None:
+    def differentiate(kernel: Kernel, problem: Problem, operands: Operands, saved: Saved, gradients: Gradients) -> None:
         seen["backward"] += 1
-        asked, has = forward.traits_of(saved.output_grad), kernel.source.traits
-        assert asked.alignment % has.alignment == 0
+        call_traits, has = forward.traits_of(saved.output_grad), kernel.source.traits
+        assert call_traits.alignment % has.alignment == 0
         assert 0 not in saved.output_grad.stride()
         with torch.enable_grad(), torch_private.above_autograd():
             leaves = [t.detach().requires_grad_() for t in (operands.query, operands.key, operands.value)]
             part = replace(operands, query=leaves[0], key=leaves[1], value=leaves[2])
             if gradients.slopes is not None:
-                assert one.modifiers.learned_slopes
+                assert problem.modifiers.learned_slopes
                 seen["slopes"] += 1
                 assert operands.slopes is not None
                 leaves.append(operands.slopes.detach().requires_grad_())
                 part = replace(part, slopes=leaves[3])
             if gradients.bias is not None:
-                assert one.modifiers.bias is Bias.LEARNED
+                assert problem.modifiers.bias is Bias.LEARNED
                 seen["room"] = gradients.bias.numel()
                 assert operands.narrow_bias is not None
                 leaves.append(operands.narrow_bias.detach().requires_grad_())
@@ -155,34 +161,39 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
                 assert operands.sinks is not None
                 leaves.append(operands.sinks.detach().requires_grad_())
                 part = replace(part, sinks=leaves[-1])
-            output, sums = attention_formula.attention(one, part, dtype=torch.float32)
+            output, sums = attention_formula.attention(problem, part, dtype=torch.float32)
             assert kernel.source.traits.lse is (saved.lse_grad is not None)
-            made = ((output, saved.output_grad.float()), (sums, saved.lse_grad))
-            pairs = [(each, pull) for each, pull in made if pull is not None]
-            found = torch.autograd.grad([each for each, _ in pairs], leaves, [pull for _, pull in pairs])
+            outputs = ((output, saved.output_grad.float()), (sums, saved.lse_grad))
+            pairs = [(each, pull) for each, pull in outputs if pull is not None]
+            leaf_gradients = torch.autograd.grad([each for each, _ in pairs], leaves, [pull for _, pull in pairs])
         torch.testing.assert_close(saved.output.float(), output.detach(), rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(saved.lse, sums.detach(), rtol=1e-3, atol=1e-3)
         rooms = [room for _, room in gradients.named()] + [gradients.slopes, gradients.bias, gradients.sinks]
-        for room, gradient in zip([room for room in rooms if room is not None], found, strict=True):
+        for room, gradient in zip([room for room in rooms if room is not None], leaf_gradients, strict=True):
             room.copy_(gradient)
 
     def run_prepared(*given: Any) -> None:
         seen["prepared"] += 1
         run(*given)
 
-    def bind(kernel: Kernel, one: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> Launch:
+    def bind(kernel: Kernel, problem: Problem, operands: Operands, output: Tensor, lse: Tensor | None) -> Launch:
         views = tuple(map(View.of, (operands.query, operands.key, operands.value, output)))
         sums = View(lse.shape, lse.stride()) if lse is not None and kernel.source.traits.merged else None
-        return Launch(run_prepared, kernel, one, operands, views, ScoreViews.of(operands), sums)
+        return Launch(run_prepared, kernel, problem, operands, views, ScoreViews.of(operands), sums)
 
     def resize(
-        bound: Launch, kernel: Kernel, one: Problem, views: tuple[View, ...], scores: ScoreViews = UNCHANGED
+        bound: Launch, kernel: Kernel, problem: Problem, views: tuple[View, ...], scores: ScoreViews = UNCHANGED
     ) -> Launch:
         seen["resized"] += 1
-        return replace(bound, problem=one, views=views, scores=scores)
+        return replace(bound, problem=problem, views=views, scores=scores)
 
     def bind_both(
-        kernel: Kernel, one: Problem, operands: Operands, saved: Saved, gradients: Gradients, scratch: backward.Scratch
+        kernel: Kernel,
+        problem: Problem,
+        operands: Operands,
+        saved: Saved,
+        gradients: Gradients,
+        scratch: backward.Scratch,
     ) -> tuple[Callable[..., None]]:
         scores = ScoreViews.of(operands)
 
@@ -200,14 +211,16 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
 
             given = replace(operands, **here(operands, "query", "key", "value"))
             behind = {"bias": named["bias_ptr"], "slopes": named["slopes_ptr"]}
-            given = with_scores_at(given, one, behind, scores)
+            given = with_scores_at(given, problem, behind, scores)
             left = replace(saved, **here(saved, "output", "lse", "output_grad", "lse_grad"))
-            made = replace(gradients, **here(gradients, "query", "key", "value"), sinks=None)
+            targets = replace(gradients, **here(gradients, "query", "key", "value"), sinks=None)
             if gradients.bias is not None:
-                made = replace(made, bias=at(named["bias_grad_ptr"], View.of(gradients.bias), gradients.bias.dtype))
+                targets = replace(
+                    targets, bias=at(named["bias_grad_ptr"], View.of(gradients.bias), gradients.bias.dtype)
+                )
             if gradients.slopes is not None:
-                made = replace(made, slopes=at(named["slope_grad_ptr"], View.of(gradients.slopes), torch.float32))
-            differentiate(kernel, one, given, left, made)
+                targets = replace(targets, slopes=at(named["slope_grad_ptr"], View.of(gradients.slopes), torch.float32))
+            differentiate(kernel, problem, given, left, targets)
             rows = View(left.lse.shape, scratch.rows[0].stride())
             at(named["row_lse_ptr"], rows, torch.float32).copy_(left.lse * math.log2(math.e))
             at(named["delta_ptr"], rows, torch.float32).copy_((left.output.float() * left.output_grad.float()).sum(-1))
@@ -216,7 +229,7 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
         return (launch,)
 
     def resize_both(
-        launches: tuple[Callable[..., None]], kernel: Kernel, one: Problem, views: dict[str, View],
+        launches: tuple[Callable[..., None]], kernel: Kernel, problem: Problem, views: dict[str, View],
         shapes: backward.ScratchShapes, scores: ScoreViews = UNCHANGED,
     ) -> tuple[Callable[..., None]]:  # fmt: skip
         seen["resized_gradients"] += 1
@@ -225,31 +238,31 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, 
         sums = torch.empty(views["query"].shape[:3])
         resized = {name: room[name] for name in ("query", "key", "value")}
         if operands.bias is not None:
-            rows = 1 if one.modifiers.bias is Bias.KEYS else one.seq_q
-            whole = one.batch, one.heads_q, rows, one.seq_kv
+            rows = 1 if problem.modifiers.bias is Bias.KEYS else problem.seq_q
+            whole = problem.batch, problem.heads_q, rows, problem.seq_kv
             resized["bias"] = torch.empty_strided(whole, scores.bias_strides, dtype=operands.bias.dtype)
             if operands.narrow_bias is not None:
                 resized["narrow_bias"] = torch.empty(scores.bias_sizes, dtype=operands.bias.dtype)
         if operands.slopes is not None:
-            resized["slopes"] = torch.empty_strided((one.batch, one.heads_q), scores.slope_strides)
+            resized["slopes"] = torch.empty_strided((problem.batch, problem.heads_q), scores.slope_strides)
         learned = {} if gradients.bias is None else {"bias": torch.empty(scores.bias_sizes, dtype=gradients.bias.dtype)}
-        learned |= {} if gradients.slopes is None else {"slopes": torch.empty(one.batch, one.heads_q)}
+        learned |= {} if gradients.slopes is None else {"slopes": torch.empty(problem.batch, problem.heads_q)}
         return bind_both(
             kernel,
-            one,
+            problem,
             replace(operands, **resized),
             replace(
                 saved, output=room["output"], lse=sums, output_grad=room["output_grad"],
                 lse_grad=None if saved.lse_grad is None else sums,
             ),
             replace(gradients, **{name: room[f"{name}_grad"] for name in ("query", "key", "value")}, **learned),
-            backward.empty_scratch(kernel, one, room["query"], room["key"]),
+            backward.empty_scratch(kernel, problem, room["query"], room["key"]),
         )  # fmt: skip
 
     bound_both: dict[Callable[..., None], tuple[Operands, Saved, Gradients]] = {}
     may_bind = backward.may_bind
     there: Any = SimpleNamespace(is_cuda=True)
-    monkeypatch.setattr(backward, "may_bind", lambda one, query: may_bind(one, there))
+    monkeypatch.setattr(backward, "may_bind", lambda problem, query: may_bind(problem, there))
     monkeypatch.setattr(forward, "bind", bind)
     monkeypatch.setattr(forward, "resize", resize)
     monkeypatch.setattr(backward, "bind", bind_both)
@@ -269,8 +282,8 @@ def attend(request: pytest.FixtureRequest) -> Callable[..., Any]:
     torch._dynamo.reset()
     if request.param == "eager":
         return autoattn.attention
-    found: Callable[..., Any] = torch.compile(autoattn.attention, backend="aot_eager", fullgraph=True)
-    return found
+    compiled: Callable[..., Any] = torch.compile(autoattn.attention, backend="aot_eager", fullgraph=True)
+    return compiled
 
 
 def inputs(layout: str = "bhsd", **changes: Any) -> list[Tensor]:
@@ -293,19 +306,19 @@ def tune(card: dict[str, Any], tensors: list[Tensor], *, choice: str = KERNEL, *
 
 def enter(card: dict[str, Any], problem: Problem, *, choice: str = KERNEL, learned: Learned = NONE_LEARNED) -> None:
     """The same for a forward problem."""
-    asked = gradient_problem.backward_of(problem, learned=learned)
+    backward_problem = gradient_problem.backward_of(problem, learned=learned)
     variant = gradient_kernels.variant()
-    entry = samples.tuned(asked, variant, choice=choice)
-    store.merge(card["cache"], samples.H200, asked.op, [entry])
+    entry = samples.tuned(backward_problem, variant, choice=choice)
+    store.merge(card["cache"], samples.H200, backward_problem.op, [entry])
     functional.forget()
 
 
-def assert_gradients(found: tuple[Tensor, ...], inputs: list[Tensor], formula: Callable[..., Tensor]) -> None:
+def assert_gradients(gradients: tuple[Tensor, ...], inputs: list[Tensor], formula: Callable[..., Tensor]) -> None:
     """That these are the gradients of the sum of squares of a formula, which has a key head for each query head."""
     leaves = [tensor.detach().float().requires_grad_() for tensor in inputs]
     key, value = (leaf.repeat_interleave(2, 1) for leaf in leaves[1:3])
     expected = torch.autograd.grad(formula(leaves[0], key, value, *leaves[3:]).square().sum(), leaves)
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(gradients, expected, strict=True):
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
 

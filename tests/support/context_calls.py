@@ -151,8 +151,8 @@ class ContextCall:
                 pairs[name] = gradient, gradients[name]
         return [
             f"{name} of {self}"
-            for name, (found, expected) in pairs.items()
-            if not torch.allclose(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
+            for name, (actual, expected) in pairs.items()
+            if not torch.allclose(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
         ]
 
     def _differentiated(self, tensors: dict[str, Tensor], attend: Any, own: Any) -> Any:
@@ -190,10 +190,10 @@ def faults_of_merging_kernels(group: dist.ProcessGroup, calls: list[ContextCall]
     def attend(tensors: Any, words: dict[str, Any], output: Tensor, lse: Tensor) -> bool:
         nonlocal merges
         merges += 1
-        made, sums = torch.ops.autoattn.attention(*tensors, **words | {"return_lse": True})
+        part_output, sums = torch.ops.autoattn.attention(*tensors, **words | {"return_lse": True})
         seen = (sums != -torch.inf).transpose(-1, -2)[..., None]
         before = output.clone()
-        merging.merge(output, lse, made, sums)
+        merging.merge(output, lse, part_output, sums)
         output.copy_(torch.where(seen, output, before))
         return True
 
@@ -222,16 +222,16 @@ def refusal(group: dist.ProcessGroup, shapes: dict[int, tuple[int, ...]], words:
 
 def readings(group: dist.ProcessGroup, calls: list[dict[str, Any]]) -> list[int]:
     """How often it is reckoned how each call's tokens are divided, one after another; each is of other numbers."""
-    found = []
+    counts = []
     for words in calls:
         query, key, value = torch.randn(3, 1, 2, 4, 8)
         whole = [distributed.unshard(tensor, 2, group) for tensor in (query, key, value)]
         with mock.patch.object(shards, "split_of", wraps=shards.split_of) as split_of:
             output = distributed.context_attention(query, key, value, group=group, method="ring", **words)
-            found.append(split_of.call_count)
+            counts.append(split_of.call_count)
         expected = autoattn.attention(*whole, **words)
         torch.testing.assert_close(output, distributed.shard(expected, 2, group))
-    return found
+    return counts
 
 
 def plain(group: dist.ProcessGroup) -> bool:

@@ -114,10 +114,10 @@ class Registers:
         return Vector(self.numbers)
 
 
-def _where(condition: Vector, one: Vector, other: Vector) -> Vector:
+def _where(condition: Vector, first: Vector, second: Vector) -> Vector:
     assert condition.numbers.dtype is BOOL
-    assert one.numbers.dtype is other.numbers.dtype
-    return Vector(torch.where(condition.numbers, one.numbers, other.numbers))
+    assert first.numbers.dtype is second.numbers.dtype
+    return Vector(torch.where(condition.numbers, first.numbers, second.numbers))
 
 
 def _full_like(like: Vector, number: Any, dtype: torch.dtype | None = None) -> Vector:
@@ -127,16 +127,16 @@ def _full_like(like: Vector, number: Any, dtype: torch.dtype | None = None) -> V
 
 
 def _extreme(act: Callable[..., Tensor], inner: Callable[..., Tensor]) -> Callable[..., Vector]:
-    def extreme(one: Vector, other: Vector, propagate_nan: bool = False) -> Vector:
-        assert one.numbers.dtype is other.numbers.dtype
-        return Vector((act if propagate_nan or one.numbers.dtype is INT else inner)(one.numbers, other.numbers))
+    def extreme(first: Vector, second: Vector, propagate_nan: bool = False) -> Vector:
+        assert first.numbers.dtype is second.numbers.dtype
+        return Vector((act if propagate_nan or first.numbers.dtype is INT else inner)(first.numbers, second.numbers))
 
     return extreme
 
 
-def _fused(one: Tensor, other: Tensor, added: Tensor) -> Vector:
-    assert {one.dtype, other.dtype, added.dtype} == {FLOAT}
-    return Vector((one.double() * other.double() + added.double()).float())
+def _fused(first: Tensor, second: Tensor, added: Tensor) -> Vector:
+    assert {first.dtype, second.dtype, added.dtype} == {FLOAT}
+    return Vector((first.double() * second.double() + added.double()).float())
 
 
 def _of_numbers(act: Callable[[Tensor], Tensor]) -> Callable[..., Vector]:

@@ -97,8 +97,10 @@ class Call:
     def operands(self, device: torch.device) -> Operands:
         """The same numbers each time, but for the wild ones."""
         generator = torch.Generator().manual_seed(self.seed)
-        made = inputs.make(self.problem, device, generator, scores=self.scores, guard=GUARD_ROWS, lengths=self.lengths)
-        return spread(self.problem, made, generator) if self.apart else made
+        operands = inputs.make(
+            self.problem, device, generator, scores=self.scores, guard=GUARD_ROWS, lengths=self.lengths
+        )
+        return spread(self.problem, operands, generator) if self.apart else operands
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,17 +147,19 @@ def with_wild_values(operands: Operands, share: float, seed: int) -> Operands:
 def drawn(rng: random.Random, sizes: Sizes = TINY) -> Drawn:
     """A call and a kernel for it."""
     call = call_of(rng, sizes)
-    one = call.problem
-    natural = render.natural_traits(one)
+    problem = call.problem
+    natural = render.natural_traits(problem)
     traits = replace(
         natural,
         alignment=1 if rng.random() < 0.2 else natural.alignment,
         wide=rng.random() < 0.2,
         lse=rng.random() < 0.8,
     )
-    params = params_of(rng, one)
-    if rng.random() < 0.25 and one.dtype is not DType.FLOAT8:  # into an output of no key
-        merged = rng.choice(("fp32", {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32"}[one.dtype]))
+    params = params_of(rng, problem)
+    if rng.random() < 0.25 and problem.dtype is not DType.FLOAT8:  # into an output of no key
+        merged = rng.choice(
+            ("fp32", {DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32"}[problem.dtype])
+        )
         traits = replace(traits, lse=True, merged=merged)
     return Drawn(call=call, params=params, traits=traits)
 
@@ -218,13 +222,13 @@ def resized(rng: random.Random, kind: Problem, sizes: Sizes) -> Call:
             left=width_of(rng, sizes) if mask.left is not None else None,
             right=max(1, width_of(rng, sizes)) if mask.right else mask.right,
         )
-    one = replace(kind, batch=batch, mask=mask, **heads, **lots)
+    problem = replace(kind, batch=batch, mask=mask, **heads, **lots)
     scores = (
         Scores.PLAIN if kind.dtype is DType.FLOAT8 else rng.choice((*[Scores.PLAIN] * 4, Scores.LOUD, Scores.STEEP))
     )
     wild = rng.choice((0.0, 0.0, 0.0, 0.02)) if scores is Scores.PLAIN and kind.dtype is not DType.FLOAT8 else 0.0
     return Call(
-        problem=one, lengths=lengths, seed=rng.randrange(2**31), scores=scores, apart=rng.random() < 0.5, wild=wild
+        problem=problem, lengths=lengths, seed=rng.randrange(2**31), scores=scores, apart=rng.random() < 0.5, wild=wild
     )
 
 

@@ -143,7 +143,7 @@ def resized(rng: random.Random, kind: Problem, sizes: Sizes) -> Call:
         right = max(1, drawn.width_of(rng, sizes)) if mask.right else mask.right
         mask = replace(mask, left=drawn.width_of(rng, sizes) if mask.left is not None else None, right=right)
     heads_kv = rng.randint(1, sizes.heads_kv)
-    one = replace(
+    problem = replace(
         kind,
         batch=len(lengths),
         mask=mask,
@@ -154,7 +154,7 @@ def resized(rng: random.Random, kind: Problem, sizes: Sizes) -> Call:
         tokens_q=tokens[0],
         tokens_kv=tokens[1],
     )
-    return Call(problem=one, lengths=lengths, seed=rng.randrange(2**31), apart=rng.random() < 0.5)
+    return Call(problem=problem, lengths=lengths, seed=rng.randrange(2**31), apart=rng.random() < 0.5)
 
 
 def documents_of(rng: random.Random, sizes: Sizes) -> tuple[tuple[int, int], ...]:

@@ -77,15 +77,15 @@ class FakeCuda:
         return self.errors.get("cuTensorMapEncodeTiled", 0)
 
     def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: Any) -> int:  # noqa: N802
-        asked = config._obj
+        launch = config._obj
         assert extra is None
         addresses = list(parameters)
         self.launches.append(
             Launch(
-                function=function.value, grid=(asked.grid_x, asked.grid_y, asked.grid_z), threads=asked.block_x,
-                shared_bytes=asked.shared_bytes, stream=asked.stream or 0, parameters=addresses,
-                attributes=[(asked.attributes[place].id, asked.attributes[place].value)
-                            for place in range(asked.attribute_count)],
+                function=function.value, grid=(launch.grid_x, launch.grid_y, launch.grid_z), threads=launch.block_x,
+                shared_bytes=launch.shared_bytes, stream=launch.stream or 0, parameters=addresses,
+                attributes=[(launch.attributes[place].id, launch.attributes[place].value)
+                            for place in range(launch.attribute_count)],
             )
         )  # fmt: skip
         if self.sizes:

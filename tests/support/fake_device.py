@@ -128,7 +128,7 @@ def plan_on(
     context = set_context(monkeypatch)
     monkeypatch.setattr(planner, "why_not_on", lambda device: None)
     monkeypatch.setattr(compiler, "load", load)
-    monkeypatch.setattr(machine_code, "find", lambda *asked: None)  # what is shipped would be loaded in its place
+    monkeypatch.setattr(machine_code, "find", lambda *facts: None)  # what is shipped would be loaded in its place
     forget()
     try:
         yield context

@@ -42,23 +42,23 @@ class FakePool:
     answer: Callable[[Any], Any]
     apart: Sequence[Any] = ()
     waiting: list[tuple[int, Any, int | None]] = field(default_factory=list)
-    asked: list[Any] = field(default_factory=list)
+    jobs: list[Any] = field(default_factory=list)
     places: list[int | None] = field(default_factory=list)  # of the workers that had to do it
     closed: bool = False
 
     def submit(self, job: Any, seconds: float, *, place: int | None = None) -> int:
         assert seconds > 0
-        self.asked.append(job)
+        self.jobs.append(job)
         self.places.append(place)
-        self.waiting.append((len(self.asked), job, place))
-        return len(self.asked)
+        self.waiting.append((len(self.jobs), job, place))
+        return len(self.jobs)
 
     def result(self, job: Any, seconds: float, place: int | None = None) -> Any:
         return self.results([job], seconds)[0]
 
     def results(self, jobs: Sequence[Any], seconds: float) -> list[Any]:
         assert seconds > 0
-        self.asked += jobs
+        self.jobs += jobs
         return [self.answer(job) for job in jobs]
 
     @staticmethod
@@ -88,8 +88,8 @@ class Bench:
 
     def __call__(self, job: Any) -> Any:
         if isinstance(job, Inspect):
-            found = self.inspect(job)
-            return found if isinstance(found, Failure) else replace(found, code=self.code(job))
+            report = self.inspect(job)
+            return report if isinstance(report, Failure) else replace(report, code=self.code(job))
         if isinstance(job, Prepare):
             return None
         if isinstance(job, Admit | Final):
@@ -138,10 +138,10 @@ def searched(
     return heard
 
 
-def asked(shop: Workshop) -> list[Any]:
-    return shop.compilers.asked  # type: ignore[attr-defined, no-any-return]
+def compile_jobs(shop: Workshop) -> list[Any]:
+    return shop.compilers.jobs  # type: ignore[attr-defined, no-any-return]
 
 
 def benched(shop: Workshop) -> list[Any]:
     """What the GPU's workers were asked, but for what they make ready."""
-    return [job for job in shop.bench.asked if not isinstance(job, Prepare)]  # type: ignore[attr-defined]
+    return [job for job in shop.bench.jobs if not isinstance(job, Prepare)]  # type: ignore[attr-defined]

@@ -46,7 +46,7 @@ class FakeWorkshop:
     rivals: tuple[Rival, ...] = ()
     absent: ClassVar[dict[str, str]] = {}  # who was not in the finals, and why
     finals: ClassVar[list[list[Variant]]] = []  # the finalists of each problem
-    asked: ClassVar[list[dict[str, Any]]] = []  # what else the finals were asked
+    budgets: ClassVar[list[dict[str, Any]]] = []  # what else the finals were asked
     outgrown: ClassVar[list[tuple[Variant, int]]] = []  # whose worst case was asked for, with the seed
     left_out: ClassVar[list[Trial]] = []
     tried: ClassVar[list[tuple[str, Variant]]] = []  # problem keys and variants, in order
@@ -125,16 +125,16 @@ class FakeWorkshop:
 
     def finished(self, problem: Problem, variants: list[Any], **budgets: Any) -> Finished | Failure:
         self.finals.append(variants)
-        self.asked.append(budgets)
-        times = [samples.measurement(problem, self.time_us(one)) for one in variants]
-        named = {finalist_name(place): one.median_us for place, one in enumerate(times)}
+        self.budgets.append(budgets)
+        times = [samples.measurement(problem, self.time_us(variant)) for variant in variants]
+        named = {finalist_name(place): measurement.median_us for place, measurement in enumerate(times)}
         named |= {rival.name: rival.measurement.median_us for rival in self.rivals}
         return Finished(
             verdicts=(GOOD,) * len(variants),
             measurements=tuple(times),
             rivals=self.rivals,
             rounds=rounds_of(named),
-            energies=tuple(Energy(joules=self.joules(one), watts=500.0) for one in variants),
+            energies=tuple(Energy(joules=self.joules(variant), watts=500.0) for variant in variants),
             absent=self.absent,
         )
 
@@ -157,7 +157,7 @@ class FakeWorkshop:
 
 @pytest.fixture
 def workshop(monkeypatch: pytest.MonkeyPatch) -> type[FakeWorkshop]:
-    fresh = type("Fresh", (FakeWorkshop,), {"finals": [], "asked": [], "outgrown": [], "tried": [], "left_out": []})
+    fresh = type("Fresh", (FakeWorkshop,), {"finals": [], "budgets": [], "outgrown": [], "tried": [], "left_out": []})
     monkeypatch.setattr(tuner, "Workshop", fresh)
     return fresh
 

@@ -20,11 +20,11 @@ TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 2e-5}
 @pytest.fixture
 def launched() -> Iterator[list[Any]]:
     """Triton's launches."""
-    found: list[Any] = []
+    launches: list[Any] = []
     hook = triton.knobs.runtime.launch_enter_hook
-    hook.add(found.append)
-    yield found
-    hook.remove(found.append)
+    hook.add(launches.append)
+    yield launches
+    hook.remove(launches.append)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -60,19 +60,19 @@ def largest_error(
     for batch in {0, query.shape[0] - 1}:
         for head in {0, query.shape[1] - 1}:
             part = slice(batch, batch + 1), slice(head // group, head // group + 1)
-            one = query[part[0], head : head + 1]
-            exact, _ = formula.attention(one, key[part], value[part], keep=keep, scale=scale)
+            query_head = query[part[0], head : head + 1]
+            exact, _ = formula.attention(query_head, key[part], value[part], keep=keep, scale=scale)
             worst = max(worst, float((output[part[0], head : head + 1].double() - exact).abs().max()))
     return worst
 
 
-def check_kernel(query: Tensor, key: Tensor, value: Tensor, **asked: Any) -> None:
+def check_kernel(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> None:
     """A kernel of ours runs, and it is right; also where the cache says that a rival is faster."""
-    explanation = autoattn.explain(query, key, value, **asked)
+    explanation = autoattn.explain(query, key, value, **options)
     assert explanation.level.value != "sdpa", str(explanation)
-    output = autoattn.attention(query, key, value, **asked)
+    output = autoattn.attention(query, key, value, **options)
     assert output.shape == query.shape
-    assert largest_error(output, query, key, value, **asked) <= TOLERANCE[query.dtype]
+    assert largest_error(output, query, key, value, **options) <= TOLERANCE[query.dtype]
 
 
 @pytest.fixture(autouse=True)

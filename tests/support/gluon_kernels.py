@@ -23,22 +23,22 @@ def problem(**changes: Any) -> Problem:
     return kernels.problem(**{**sizes, **changes})
 
 
-def variant(one: Problem, **changes: Value) -> Variant:
+def variant(problem: Problem, **changes: Value) -> Variant:
     """The template's default for a problem, changed; feasible or not."""
     points = search_space.load(TEMPLATE)
-    return points.variant({**points.params_of(points.default(one, H200)), **changes})
+    return points.variant({**points.params_of(points.default(problem, H200)), **changes})
 
 
-def feasible(one: Problem, **changes: Value) -> Variant:
+def feasible(problem: Problem, **changes: Value) -> Variant:
     """The same, which must be feasible."""
-    found = variant(one, **changes)
-    assert search_space.load(TEMPLATE).why_infeasible(found, one, H200) is None
-    return found
+    candidate = variant(problem, **changes)
+    assert search_space.load(TEMPLATE).why_infeasible(candidate, problem, H200) is None
+    return candidate
 
 
-def source(one: Problem, traits: Traits | None = None, **changes: Value) -> Source:
+def source(problem: Problem, traits: Traits | None = None, **changes: Value) -> Source:
     """The rendered kernel of the template's default, changed."""
-    return render.render(one, variant(one, **changes), traits)
+    return render.render(problem, variant(problem, **changes), traits)
 
 
 class Spy:

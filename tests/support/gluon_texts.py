@@ -74,13 +74,13 @@ def launch(body: str, *, seed: int = 0, programs: int = 1, **arguments: Any) -> 
         loaded,
         "kernel",
         (programs,),
-        {**{f"{name} memory": one for name, one in tensors.items()}, **arguments, **boxes},
+        {**{f"{name} memory": tensor for name, tensor in tensors.items()}, **arguments, **boxes},
     )
 
 
-def source(one: Problem, *, lse: bool = False, **changes: Value) -> Source:
+def source(problem: Problem, *, lse: bool = False, **changes: Value) -> Source:
     """A rendered forward kernel."""
-    return gluon_kernels.source(one, replace(render.natural_traits(one), lse=lse), **changes)
+    return gluon_kernels.source(problem, replace(render.natural_traits(problem), lse=lse), **changes)
 
 
 def planted(rendered: Source, right: str, wrong: str, *, place: int = 0) -> Source:
@@ -93,13 +93,13 @@ def planted(rendered: Source, right: str, wrong: str, *, place: int = 0) -> Sour
 
 
 def said(
-    rendered: Source, one: Problem, lengths: tuple[int, int] = (70, 200), scores: Scores = Scores.PLAIN, *,
+    rendered: Source, problem: Problem, lengths: tuple[int, int] = (70, 200), scores: Scores = Scores.PLAIN, *,
     sm_count: int = 1, number: int = 1,
 ) -> str:  # fmt: skip
     """What the gate says of a kernel in the interpreter, or the fault that ends it; empty where it is right."""
     kernel = replace(compiler.load(rendered, CPU), sm_count=sm_count)
     generator = torch.Generator().manual_seed(0)
-    case = output_check.make_small_case(one, *lengths, number, CPU, generator, scores=scores)
+    case = output_check.make_small_case(problem, *lengths, number, CPU, generator, scores=scores)
     try:
         return output_check.judge(kernel, [case]).reason
     except AutoattnError as error:

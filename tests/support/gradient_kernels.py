@@ -51,9 +51,9 @@ def variant(**changes: Value) -> Variant:
     return search_space.load(TEMPLATE).variant(BASE | changes)
 
 
-def source(one: Problem, traits: Traits | None = None, **changes: Value) -> Source:
+def source(problem: Problem, traits: Traits | None = None, **changes: Value) -> Source:
     """The rendered kernels of the smallest variant, changed."""
-    return render.render(one, variant(**changes), traits)
+    return render.render(problem, variant(**changes), traits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class Differentiated:
         operands = inputs.make(self.problem, interpreted.CPU, torch.Generator().manual_seed(0))
         names = ["query", "key", "value"]
         names += ["narrow_bias"] * self.learned.bias + ["slopes"] * self.learned.slopes
-        found: dict[str, list[torch.Tensor]] = {}
+        computed: dict[str, list[torch.Tensor]] = {}
         for name in ("ours", "theirs"):
             leaves = [getattr(operands, each).detach().clone().requires_grad_() for each in names]
             part = replace(operands, **dict(zip(names, leaves, strict=True)))
@@ -106,27 +106,28 @@ class Differentiated:
                 part = replace(part, bias=leaves[3].expand(operands.bias.shape))
             if name == "ours":
                 kernels_ = [load(source, interpreted.CPU) for source in (self.forward, self.backward)]
-                asked = gradient_problem.backward_of(self.problem, learned=self.learned)
+                backward_problem = gradient_problem.backward_of(self.problem, learned=self.learned)
                 both = gradient_problem.Pass(
-                    problem=self.problem, forward=kernels_[0], backward=kernels_[1], backward_problem=asked
+                    problem=self.problem, forward=kernels_[0], backward=kernels_[1], backward_problem=backward_problem
                 )
                 output, _ = autograd.attend(both, part)
             else:
                 output = attention_formula.attention(self.problem, part)[0]
-            found[name] = [output.detach(), *torch.autograd.grad(output.sum(), leaves)]
-        pairs = zip(("output", *names), found["ours"], found["theirs"], strict=True)
+            computed[name] = [output.detach(), *torch.autograd.grad(output.sum(), leaves)]
+        pairs = zip(("output", *names), computed["ours"], computed["theirs"], strict=True)
         return {name: float((ours.double() - theirs).abs().max()) for name, ours, theirs in pairs}
 
 
 def judged(
-    child: Pool, one: Problem, traits: Traits | None = None, scores: Scores = Scores.PLAIN, *,
+    child: Pool, problem: Problem, traits: Traits | None = None, scores: Scores = Scores.PLAIN, *,
     source_: Source | None = None, small: tuple[int, int] | None = None,
     number: int = 1, make: Callable[[Problem], Operands] | None = None, **changes: Value,
 ) -> Verdict:  # fmt: skip
     """The gate's verdict on the smallest variant, changed, for one problem."""
-    made = source_ if source_ is not None else source(one, traits, **changes)
+    rendered = source_ if source_ is not None else source(problem, traits, **changes)
     verdict = child.result(
-        Judged(source=made, problem=one, scores=scores, small=small, number=number, make=make), interpreted.SECONDS
+        Judged(source=rendered, problem=problem, scores=scores, small=small, number=number, make=make),
+        interpreted.SECONDS,
     )
     assert not isinstance(verdict, Failure), f"{verdict.outcome.value}: {verdict.detail}"
     assert isinstance(verdict, Verdict)

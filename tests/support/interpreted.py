@@ -90,14 +90,14 @@ def compared(problem: Problem, operands: Operands, output: Tensor, lse: Tensor |
     if output.dtype is torch.float32:
         ulps = output_check.FLOAT32_ULPS[problem.precision]
         absolute += ulps * torch.finfo(torch.float32).eps * float(finite.value.abs().max())
-    found = output[:, :, rows].double()
-    error = torch.where(alike(found, expected), 0.0, (found - expected).abs()).nan_to_num(nan=math.inf)
+    actual = output[:, :, rows].double()
+    error = torch.where(alike(actual, expected), 0.0, (actual - expected).abs()).nan_to_num(nan=math.inf)
     blind = expected_lse == -math.inf
     room = output._base if output._base is not None else output
     result = Result(
         max_error=float(error.max()),
         allowed=output_check.ERROR_RATIO * float((rough - exact).abs().max()) + absolute,
-        blind_zero=bool((found[blind] == 0.0).all()),
+        blind_zero=bool((actual[blind] == 0.0).all()),
         untouched=int(room.isnan().sum()) - int(output.isnan().sum()) == room.numel() - output.numel(),
     )
     if lse is None:
@@ -110,9 +110,9 @@ def compared(problem: Problem, operands: Operands, output: Tensor, lse: Tensor |
     )
 
 
-def alike(found: Tensor, expected: Tensor) -> Tensor:
+def alike(actual: Tensor, expected: Tensor) -> Tensor:
     """Where both are NaN or the same infinity."""
-    return (found.isnan() & expected.isnan()) | (found == expected)
+    return (actual.isnan() & expected.isnan()) | (actual == expected)
 
 
 def pool() -> Pool:
@@ -140,18 +140,18 @@ def inside_nan(problem: Problem) -> Operands:
     return inputs.make(problem, CPU, generator(), guard=GUARD_ROWS)
 
 
-def run(child: Pool, one: Problem, make: Any = inside_nan, *, lse: bool = True, scale: float | None = None,
+def run(child: Pool, problem: Problem, make: Any = inside_nan, *, lse: bool = True, scale: float | None = None,
         traits: Traits | None = None, sm_count: int = 1, **changes: Any) -> Result:  # fmt: skip
     """What became of the smallest variant, changed, with the traits that these operands ask for."""
-    traits = traits if traits is not None else traits_for(one, make, lse)
-    source = kernels.source(one, traits, **changes)
-    return result(child, Run(source=source, problem=one, make=make, scale=scale, sm_count=sm_count))
+    traits = traits if traits is not None else traits_for(problem, make, lse)
+    source = kernels.source(problem, traits, **changes)
+    return result(child, Run(source=source, problem=problem, make=make, scale=scale, sm_count=sm_count))
 
 
-def traits_for(one: Problem, make: Any, lse: bool) -> Traits:
+def traits_for(problem: Problem, make: Any, lse: bool) -> Traits:
     """What a caller would ask for with these operands."""
-    operands = make(one)
-    tensors = (operands.query, operands.key, operands.value, forward.empty_output(one, operands.query))
+    operands = make(problem)
+    tensors = (operands.query, operands.key, operands.value, forward.empty_output(problem, operands.query))
     return forward.traits_of(*tensors, lse=lse, bias=operands.bias)
 
 

@@ -63,9 +63,9 @@ def variant(**changes: Value) -> Variant:
     return search_space.load(TEMPLATE).variant(BASE | changes)
 
 
-def source(one: Problem, traits: Traits | None = None, **changes: Value) -> Source:
+def source(problem: Problem, traits: Traits | None = None, **changes: Value) -> Source:
     """The rendered kernel of the smallest variant, changed."""
-    return render.render(one, variant(**changes), traits)
+    return render.render(problem, variant(**changes), traits)
 
 
 def covering(choices: Mapping[str, Sequence[Any]], strength: int = 2) -> list[dict[str, Any]]:
@@ -120,10 +120,10 @@ KINDS: tuple[dict[str, Any], ...] = (
 )
 
 
-def every_point(one: SearchSpace) -> Iterator[Variant]:
+def every_point(space: SearchSpace) -> Iterator[Variant]:
     """Every point of a search space, feasible or not."""
-    for values in itertools.product(*one.choices.values()):
-        yield one.variant(dict(zip(one.choices, values, strict=True)))
+    for values in itertools.product(*space.choices.values()):
+        yield space.variant(dict(zip(space.choices, values, strict=True)))
 
 
 def every_text() -> Iterator[tuple[Problem, Source]]:
@@ -158,30 +158,30 @@ def _of_point(point: dict[str, Any]) -> tuple[Problem, Source]:
     kind, modifiers = KINDS[point.pop("kind")], point.pop("modifiers")
     if "layout" in kind:
         modifiers = replace(modifiers, bias=Bias.NONE)  # packed sequences take none
-    one = problem(
+    point_problem = problem(
         dtype=dtype, precision=precision, head_dim=head_dim, head_dim_v=head_dim_v, modifiers=modifiers, **kind
     )
     if point["PERSISTENT"]:
         point["SPLITS"] = 1
-    if one.mask.sparse or modifiers.bias is not Bias.NONE or modifiers.score_mod or modifiers.dropout:
+    if point_problem.mask.sparse or modifiers.bias is not Bias.NONE or modifiers.score_mod or modifiers.dropout:
         point["PACK_GQA"] = 0  # which these know nothing of
-    natural = render.natural_traits(one)
+    natural = render.natural_traits(point_problem)
     traits = replace(natural, alignment=min(alignment, natural.alignment), wide=wide, lse=point.pop("lse"))
-    return one, source(one, traits, **point)
+    return point_problem, source(point_problem, traits, **point)
 
 
-def relatives(one: Problem) -> Iterator[Problem]:
-    """Problems that differ from `one` only in what the launch is told: batch, heads, lengths, layout, widths."""
+def relatives(problem: Problem) -> Iterator[Problem]:
+    """Problems that differ from `problem` only in what the launch is told: batch, heads, lengths, layout, widths."""
     changes: list[dict[str, Any]] = [{"batch": 7}, {"heads_q": 12, "heads_kv": 3}, {"heads_q": 8, "heads_kv": 8}]
-    if one.packed:
+    if problem.packed:
         changes += [{"tokens_q": 999, "tokens_kv": 777}, {"seq_q": 1, "seq_kv": 2}]
     else:
         changes += [{"seq_q": 1, "seq_kv": 777}, {"seq_q": 4096, "seq_kv": 4097}, {"layout": Layout.BSHD}]
-    if one.mask.bounded_left:
-        changes += [{"mask": replace(one.mask, left=0)}, {"mask": replace(one.mask, left=4096)}]
-    if one.mask.right:
-        changes += [{"mask": replace(one.mask, right=1)}, {"mask": replace(one.mask, right=4096)}]
-    if one.mask.sparse:
-        changes += [{"mask": replace(one.mask, density=0.25)}]
+    if problem.mask.bounded_left:
+        changes += [{"mask": replace(problem.mask, left=0)}, {"mask": replace(problem.mask, left=4096)}]
+    if problem.mask.right:
+        changes += [{"mask": replace(problem.mask, right=1)}, {"mask": replace(problem.mask, right=4096)}]
+    if problem.mask.sparse:
+        changes += [{"mask": replace(problem.mask, density=0.25)}]
     for change in changes:
-        yield replace(one, **change)
+        yield replace(problem, **change)

@@ -45,25 +45,25 @@ def variant(**changes: Value) -> Variant:
     return search_space.load(TEMPLATE).variant(BASE | changes)
 
 
-def source(one: Problem, **changes: Value) -> Source:
+def source(problem: Problem, **changes: Value) -> Source:
     """The rendered kernel of the smallest variant, changed, which also gives the LSE."""
-    return render.render(one, variant(**changes), render.natural_traits(one, lse=True))
+    return render.render(problem, variant(**changes), render.natural_traits(problem, lse=True))
 
 
-def run(one: Problem, kernel: Kernel, given: Operands) -> tuple[Tensor, Tensor]:
+def run(problem: Problem, kernel: Kernel, given: Operands) -> tuple[Tensor, Tensor]:
     """Output and LSE, [batch, heads_q, seq_q, ...], of a kernel in the interpreter."""
-    output = forward.empty_output(one, given.query).fill_(math.nan)
+    output = forward.empty_output(problem, given.query).fill_(math.nan)
     lse = torch.full(output.shape[:3], math.nan)
-    forward.launch(kernel, one, given, output, lse)
+    forward.launch(kernel, problem, given, output, lse)
     return output, lse
 
 
-def check(one: Problem, lengths: Sequence[int] = cached.LENGTHS, *, programs: int = 1, **changes: Value) -> None:
+def check(problem: Problem, lengths: Sequence[int] = cached.LENGTHS, *, programs: int = 1, **changes: Value) -> None:
     """Compares a kernel with the reference in float64; `programs` is how many persistent ones there are."""
-    given = cached.operands(one, lengths)
-    output, lse = run(one, replace(load(source(one, **changes), CPU), sm_count=programs), given)
-    expected, expected_lse = attention_formula.attention(one, given)
+    given = cached.operands(problem, lengths)
+    output, lse = run(problem, replace(load(source(problem, **changes), CPU), sm_count=programs), given)
+    expected, expected_lse = attention_formula.attention(problem, given)
     # What weights and outputs of bfloat16 are rounded by; float8 latents are multiplied in float16.
-    error = 2e-3 if one.dtype is DType.FLOAT16 else 1e-2
+    error = 2e-3 if problem.dtype is DType.FLOAT16 else 1e-2
     torch.testing.assert_close(output.double(), expected, rtol=2 * error, atol=error)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-4)

@@ -24,14 +24,14 @@ GUARD_ROWS = 3  # of NaN behind the output and the LSE of each head
 CPU = torch.device("cpu")
 
 
-def traits_for(traits: Traits, one: Problem, running: torch.dtype) -> Traits:
+def traits_for(traits: Traits, problem: Problem, running: torch.dtype) -> Traits:
     """The traits of a kernel that merges into an output of `running` numbers, as `room_for` lays it out."""
-    return forward.merging(traits, room_for(one, 1, 1, 8, running, CPU)[0], one.dtype.bytes)
+    return forward.merging(traits, room_for(problem, 1, 1, 8, running, CPU)[0], problem.dtype.bytes)
 
 
-def room_for(one: Problem, batch: int, heads: int, rows: int, running: torch.dtype, device: torch.device) -> Any:
+def room_for(problem: Problem, batch: int, heads: int, rows: int, running: torch.dtype, device: torch.device) -> Any:
     """Output [batch, heads, rows, head_dim_v] and LSE [batch, heads, rows], views into NaN."""
-    room = torch.full((batch, rows + GUARD_ROWS, heads, one.head_dim_v), math.nan, dtype=running, device=device)
+    room = torch.full((batch, rows + GUARD_ROWS, heads, problem.head_dim_v), math.nan, dtype=running, device=device)
     sums = torch.full((batch, heads, rows + GUARD_ROWS), math.nan, device=device)
     return room[:, :rows].transpose(1, 2), sums[:, :, :rows]
 
@@ -41,11 +41,11 @@ def fault(kernel: Kernel, case: Case, running: torch.dtype) -> str:
 
     A third of the rows have seen no key before, and their output is NaN: kernels must not read it.
     """
-    one, expected_lse = case.problem, case.expected_lse.float()
+    problem, expected_lse = case.problem, case.expected_lse.float()
     batch, heads, rows = expected_lse.shape
     device = case.expected.device
     generator = torch.Generator().manual_seed(1)
-    output, lse = room_for(one, batch, heads, rows, running, device)
+    output, lse = room_for(problem, batch, heads, rows, running, device)
     output.copy_(torch.randn(output.shape, generator=generator))
     near = torch.where(expected_lse.isfinite(), expected_lse, 0.0)
     lse.copy_(near + 3.0 * torch.randn(lse.shape, generator=generator).to(device))
@@ -57,7 +57,7 @@ def fault(kernel: Kernel, case: Case, running: torch.dtype) -> str:
         first=before.double(), second=case.expected, first_lse=before_lse.double(), second_lse=case.expected_lse
     )
     expected, total_lse = merge_formula.merge(parts)
-    forward.launch(kernel, one, case.operands, output, lse)
+    forward.launch(kernel, problem, case.operands, output, lse)
     blind = case.expected_lse == -math.inf
     if not torch.equal(_bits(output[blind]), _bits(before[blind])) or not torch.equal(lse[blind], before_lse[blind]):
         return "a row that sees no key is not as it was"
@@ -76,15 +76,15 @@ def _is_nan_behind(output: Tensor) -> bool:
     return bool(room[:, output.shape[2] :].isnan().all())
 
 
-def _difference(case: Case, made: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], seen: Tensor) -> str:
+def _difference(case: Case, actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], seen: Tensor) -> str:
     """Where rows that see a key differ from what they must be."""
-    if not torch.equal(made[0].isnan() & seen[..., None], expected[0].isnan() & seen[..., None]):
+    if not torch.equal(actual[0].isnan() & seen[..., None], expected[0].isnan() & seen[..., None]):
         return "its NaN do not stand where the reference has them"
-    rounding = 2.0 * torch.finfo(made[0].dtype).eps * float(expected[0][seen].nan_to_num(0.0, 0.0, 0.0).abs().max())
-    error = (made[0].double() - expected[0])[seen].abs().nan_to_num(nan=0.0).max()
+    rounding = 2.0 * torch.finfo(actual[0].dtype).eps * float(expected[0][seen].nan_to_num(0.0, 0.0, 0.0).abs().max())
+    error = (actual[0].double() - expected[0])[seen].abs().nan_to_num(nan=0.0).max()
     if float(error) > case.allowed + rounding:
         return f"error {float(error):.3g} where {case.allowed + rounding:.3g} is allowed"
-    error = (made[1].double() - expected[1])[seen].abs().nan_to_num(nan=0.0).max()
+    error = (actual[1].double() - expected[1])[seen].abs().nan_to_num(nan=0.0).max()
     return f"LSE error {float(error):.3g}" if float(error) > output_check.LSE_ERROR else ""
 
 

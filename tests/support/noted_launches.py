@@ -68,9 +68,9 @@ def same(ordinary: tuple[Any, ...], by_run: tuple[tuple[Any, ...], tuple[Any, ..
     (grid, given), (facts, arguments_) = ordinary, by_run
     assert facts == (*grid, ("stream of", 0), Launches.function, Launches.packed_metadata, None, None, None)
     assert len(given) == len(arguments_)
-    for one, other in zip(given, arguments_, strict=True):
-        if isinstance(one, Descriptor):
-            assert replace(one, address=0) == replace(other, address=0)
+    for argument, prepared in zip(given, arguments_, strict=True):
+        if isinstance(argument, Descriptor):
+            assert replace(argument, address=0) == replace(prepared, address=0)
         else:
-            assert isinstance(other, int | float)
-            assert isinstance(one, Tensor) or one == other
+            assert isinstance(prepared, int | float)
+            assert isinstance(argument, Tensor) or argument == prepared

@@ -65,4 +65,4 @@ def benched(*others: Peer, problem: Problem | None = None, **options: Any) -> Ro
 
 
 def named(row: Row, name: str) -> Contestant:
-    return next(one for one in row.contestants if one.name == name)
+    return next(contestant for contestant in row.contestants if contestant.name == name)

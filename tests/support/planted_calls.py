@@ -97,14 +97,14 @@ class Planted:
         self.launches += 1
 
 
-def judged(body: Body, one: Problem | None = None, *, tiny: bool = False) -> Verdict:
-    one = one if one is not None else CAUSAL
-    return gate(one, tiny=tiny).judge(Planted(problem=one, body=body))  # type: ignore[arg-type]
+def judged(body: Body, problem: Problem | None = None, *, tiny: bool = False) -> Verdict:
+    problem = problem if problem is not None else CAUSAL
+    return gate(problem, tiny=tiny).judge(Planted(problem=problem, body=body))  # type: ignore[arg-type]
 
 
 @cache
-def gate(one: Problem, *, tiny: bool = False) -> Gate:
-    return Gate(one, CPU, tiny=tiny)
+def gate(problem: Problem, *, tiny: bool = False) -> Gate:
+    return Gate(problem, CPU, tiny=tiny)
 
 
 def right(call: Call) -> None:

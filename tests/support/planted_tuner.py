@@ -72,20 +72,24 @@ class Final:
 
     def run(self, memory: dict[Any, Any]) -> Finished:
         rng = random.Random(self.seed)
-        times = {finalist_name(place): time_us(one.digest) for place, one in enumerate(self.finalists)} | {RIVAL: 160.0}
+        times = {finalist_name(place): time_us(finalist.digest) for place, finalist in enumerate(self.finalists)} | {
+            RIVAL: 160.0
+        }
         taken = [
             Round(times_us={name: each * rng.gauss(1.0, 0.001) for name, each in times.items()}) for _ in range(ROUNDS)
         ]
 
-        def told(name: str) -> Measurement:
-            return summary([one.times_us[name] for one in taken], self.problem.flops(), [])
+        def measurement_of(name: str) -> Measurement:
+            return summary([sample.times_us[name] for sample in taken], self.problem.flops(), [])
 
         energy = Energy(joules=0.05, watts=500.0) if self.energy_seconds else None
         count = len(self.finalists)
         return Finished(
             verdicts=(RIGHT,) * count,
-            measurements=tuple(told(finalist_name(place)) for place in range(count)),
-            rivals=(Rival(name=RIVAL, measurement=told(RIVAL), max_error=1e-3, rms_error=1e-4, energy=energy),),
+            measurements=tuple(measurement_of(finalist_name(place)) for place in range(count)),
+            rivals=(
+                Rival(name=RIVAL, measurement=measurement_of(RIVAL), max_error=1e-3, rms_error=1e-4, energy=energy),
+            ),
             rounds=tuple(taken),
             energies=(energy,) * count if energy is not None else (),
         )
@@ -103,4 +107,4 @@ class Outgrow:
         return WorstCase(median_us=300.0, slowdown=2.0, rounds=3, max_error=1e-3)
 
 
-PLANTED = {one.__name__: one for one in (Inspect, Prepare, Screen, Final, Outgrow)}
+PLANTED = {job_class.__name__: job_class for job_class in (Inspect, Prepare, Screen, Final, Outgrow)}

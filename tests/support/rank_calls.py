@@ -46,15 +46,15 @@ def bench_rows(group: dist.ProcessGroup) -> Any:
     return rank_bench.measured(rank_processes.RankTimer(ranks=ranks_of(group), device=torch.device("cpu")))
 
 
-def assert_measured(found: Any) -> None:
+def assert_measured(rank_choices: Any) -> None:
     """That it is the link, and every method that takes a call."""
-    assert found.link.bytes_per_second > 0.0
-    assert [each.call for each in found.choices] == MEASURED
-    names = [set(each.times_us) for each in found.choices]
+    assert rank_choices.link.bytes_per_second > 0.0
+    assert [each.call for each in rank_choices.choices] == MEASURED
+    names = [set(each.times_us) for each in rank_choices.choices]
     assert names == [{"ring", "allgather", "ulysses"}, {"ring", "allgather", "ulysses"}, {"ring", "allgather"}]
-    assert all(each.times_us[each.method] == min(each.times_us.values()) for each in found.choices)
-    assert list(found.refused) == [f"{MEASURED[2]} by ulysses"]
-    assert found.communication_sms is None
+    assert all(each.times_us[each.method] == min(each.times_us.values()) for each in rank_choices.choices)
+    assert list(rank_choices.refused) == [f"{MEASURED[2]} by ulysses"]
+    assert rank_choices.communication_sms is None
 
 
 # --- On cards --------------------------------------------------------------------------------------------------------
@@ -122,8 +122,8 @@ def _error_on_cards(
         output = distributed.context_attention(*three, group=group, method=method, **given)
         return output, *torch.autograd.grad(output, three, pull)
 
-    found = _replayed(differentiated, device) if replay else differentiated()
-    pairs = [(ours.detach().float(), own(theirs)) for ours, theirs in zip(found, expected, strict=True)]
+    tensors = _replayed(differentiated, device) if replay else differentiated()
+    pairs = [(ours.detach().float(), own(theirs)) for ours, theirs in zip(tensors, expected, strict=True)]
     return max(float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs)
 
 

@@ -32,13 +32,13 @@ def problem(**changes: Any) -> Problem:
     return Problem(**{**facts, **changes})
 
 
-def measurement(one: Problem, median_us: float) -> Measurement:
+def measurement(problem: Problem, median_us: float) -> Measurement:
     return Measurement(
         median_us=median_us,
         p20_us=median_us * 0.99,
         p80_us=median_us * 1.02,
         samples=60,
-        tflops=one.flops() / median_us / 1e6,
+        tflops=problem.flops() / median_us / 1e6,
         clock_mhz=1755,
     )
 
@@ -54,19 +54,19 @@ def prediction(time_us: float = 500.0) -> Prediction:
     return Prediction(time_us=time_us, bound="tensor", parts_us=parts, occupancy=1, waves=7.76)
 
 
-def measured(one: Problem | None = None, *, time_us: float = 400.0, **changes: Any) -> CacheEntry:
-    one = one if one is not None else problem()
+def measured(tuned_problem: Problem | None = None, *, time_us: float = 400.0, **changes: Any) -> CacheEntry:
+    tuned_problem = tuned_problem if tuned_problem is not None else problem()
     rivals = (
-        Rival(name="sdpa-flash", measurement=measurement(one, time_us * 1.42), max_error=3.1e-3),
-        Rival(name="sdpa-cudnn", measurement=measurement(one, time_us * 0.91), max_error=3.2e-3),
-        Rival(name="template default", measurement=measurement(one, time_us * 1.11)),
+        Rival(name="sdpa-flash", measurement=measurement(tuned_problem, time_us * 1.42), max_error=3.1e-3),
+        Rival(name="sdpa-cudnn", measurement=measurement(tuned_problem, time_us * 0.91), max_error=3.2e-3),
+        Rival(name="template default", measurement=measurement(tuned_problem, time_us * 1.11)),
     )
     facts: dict[str, Any] = {
-        **_common(one, time_us),
+        **_common(tuned_problem, time_us),
         "evidence": Evidence.MEASURED,
         "choice": "sdpa-cudnn",
         "verdict": Verdict(ok=True, checks=14, max_error=2.9e-3, rms_error=2.1e-4, allowed=7.8e-3),
-        "measurement": measurement(one, time_us),
+        "measurement": measurement(tuned_problem, time_us),
         "prediction": prediction(time_us * 1.2),
         "rivals": rivals,
     }
@@ -82,9 +82,9 @@ def beside(entry: CacheEntry, factors: dict[str, float]) -> CacheEntry:
     return replace(entry, rivals=tuple(rivals))
 
 
-def certified(one: Problem | None = None, *, time_us: float = 400.0, **changes: Any) -> CacheEntry:
+def certified(problem: Problem | None = None, *, time_us: float = 400.0, **changes: Any) -> CacheEntry:
     """A measured entry that also tells of its finals: the first candidate is as good, the second is slower."""
-    entry = measured(one, time_us=time_us)
+    entry = measured(problem, time_us=time_us)
     leads = {"sdpa-flash": (1.42, 1.404, 1.44), "sdpa-cudnn": (0.91, 0.9, 0.92), "template default": (1.11, 1.1, 1.12)}
     rivals = tuple(
         replace(
@@ -131,10 +131,10 @@ def interval(ratio: float, low: float, high: float) -> Interval:
     return Interval(ratio=ratio, low=low, high=high)
 
 
-def predicted(one: Problem | None = None, *, time_us: float = 500.0, **changes: Any) -> CacheEntry:
-    one = one if one is not None else problem()
+def predicted(tuned_problem: Problem | None = None, *, time_us: float = 500.0, **changes: Any) -> CacheEntry:
+    tuned_problem = tuned_problem if tuned_problem is not None else problem()
     facts: dict[str, Any] = {
-        **_common(one, time_us),
+        **_common(tuned_problem, time_us),
         "evidence": Evidence.PREDICTED,
         "prediction": prediction(time_us),
     }
@@ -151,21 +151,21 @@ def current(entry: CacheEntry) -> CacheEntry:
     return replace(entry, source_digest=digest, finals=finals)
 
 
-def tuned(one: Problem, variant: Variant, *, choice: str = "kernel", **changes: Any) -> CacheEntry:
+def tuned(problem: Problem, variant: Variant, *, choice: str = "kernel", **changes: Any) -> CacheEntry:
     """A measured entry that a call finds today: one variant was tried, and `choice` was the fastest."""
     facts = {"template": variant.template, "params": variant.as_dict(), "choice": choice, "candidates": ()}
-    return current(measured(one, **facts | changes))
+    return current(measured(problem, **facts | changes))
 
 
 def candidate(params: dict[str, Any], digit: str, time_us: float) -> Candidate:
     return Candidate(template="triton/forward", params=params, source_digest=digit * 8, time_us=time_us)
 
 
-def _common(one: Problem, time_us: float) -> dict[str, Any]:
-    params = search_space.load("triton/forward").default(one, H200).as_dict()
+def _common(problem: Problem, time_us: float) -> dict[str, Any]:
+    params = search_space.load("triton/forward").default(problem, H200).as_dict()
     loop = {"HMMA": 64, "MUFU.EX2": 32, "FFMA": 96, "LDSM": 24, "LDGSTS": 8, "BAR": 2}
     return {
-        "problem": one,
+        "problem": problem,
         "template": "triton/forward",
         "params": params,
         "source_digest": "0123456789abcdef",

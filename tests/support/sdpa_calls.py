@@ -34,23 +34,23 @@ class SdpaCall:
     def learners(self) -> tuple[Tensor, ...]:
         """The tensors that need a gradient."""
         tensors = (self.query, self.key, self.value, self.given.get("attn_mask"))
-        return tuple(one for one in tensors if isinstance(one, Tensor) and one.requires_grad)
+        return tuple(tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.requires_grad)
 
     @property
     def is_empty(self) -> bool:
         """Whether a tensor has no elements."""
-        return any(isinstance(one, Tensor) and one.numel() == 0 for one in (self.query, self.key, self.value))
+        return any(isinstance(tensor, Tensor) and tensor.numel() == 0 for tensor in (self.query, self.key, self.value))
 
     def __str__(self) -> str:
-        def told(one: Any) -> str:
+        def text(argument: Any) -> str:
             return (
-                f"{one.dtype} {tuple(one.shape)}" + " learns" * one.requires_grad
-                if isinstance(one, Tensor)
-                else repr(one)
+                f"{argument.dtype} {tuple(argument.shape)}" + " learns" * argument.requires_grad
+                if isinstance(argument, Tensor)
+                else repr(argument)
             )
 
-        words = {name: told(one) for name, one in self.given.items()}
-        return f"{told(self.query)}, {told(self.key)}, {told(self.value)}, {words}, wrong: {self.wrong or 'nothing'}"
+        words = {name: text(argument) for name, argument in self.given.items()}
+        return f"{text(self.query)}, {text(self.key)}, {text(self.value)}, {words}, wrong: {self.wrong or 'nothing'}"
 
 
 def by_pytorch(query: Any, key: Any, value: Any, *words: Any, **given: Any) -> Any:
@@ -128,7 +128,9 @@ def _spoilt(rng: random.Random, call: SdpaCall) -> SdpaCall:
     query, key, value, given = call.query, call.key, call.value, dict(call.given)
     wrong = rng.choice(WRONG)
     if wrong == "query dtype":
-        query, key, value = (one.detach().to(rng.choice((torch.int32, torch.complex64))) for one in (query, key, value))
+        query, key, value = (
+            tensor.detach().to(rng.choice((torch.int32, torch.complex64))) for tensor in (query, key, value)
+        )
     elif wrong == "key dtype":
         key = key.detach().to(torch.float32 if key.dtype is torch.float64 else torch.float64)
     elif wrong == "head dim":

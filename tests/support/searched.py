@@ -26,23 +26,23 @@ TEMPLATE = "triton/forward"
 def problems(count: int) -> list[Problem]:
     """So many different problems, of several kinds of kernels."""
     masks = [Mask(), Mask.parse("causal"), Mask.parse("window:128,0"), Mask.parse("window:64,64")]
-    found = [
+    all_problems = [
         samples.problem(seq_q=seq, seq_kv=seq, batch=batch, head_dim=head_dim, mask=mask)
         for seq in (512, 1024, 2048, 4096, 8192)
         for head_dim in (64, 80, 128)
         for mask in masks
         for batch in (1, 4, 16)
     ]
-    return found[:count]
+    return all_problems[:count]
 
 
 def entry_of(problem: Problem, number: int = 0, *, measured: bool = True) -> CacheEntry:
     """An entry whose winner and runner-up can be rendered, other ones for each number."""
-    one = search_space.load(TEMPLATE)
+    space = search_space.load(TEMPLATE)
     rng = random.Random(number)
     variants = []
     while len(variants) < 3:
-        variants.append(next(one.feasible(problem, samples.H200, rng)))
+        variants.append(next(space.feasible(problem, samples.H200, rng)))
     base = (samples.certified if measured else samples.predicted)(problem, params=variants[0].as_dict())
     candidates = tuple(
         replace(candidate, params=variant.as_dict())
@@ -53,17 +53,18 @@ def entry_of(problem: Problem, number: int = 0, *, measured: bool = True) -> Cac
 
 def search(folder: Path, device: Device, entry: CacheEntry, trials: int, *, seed: int = 0, failed: float = 0.1) -> None:
     """Writes the journal of a search that ended with an entry; every tenth trial or so failed."""
-    one = search_space.load(entry.template)
+    space = search_space.load(entry.template)
     evidence = entry.evidence.value
     name = (
-        f"{one.template} {entry.problem.key} {evidence} {device.fingerprint} {one.digest} 0123456789abcdef triton 3.6.0"
+        f"{space.template} {entry.problem.key} {evidence} {device.fingerprint} {space.digest} "
+        "0123456789abcdef triton 3.6.0"
     )
     path = folder / device.name / "studies" / f"{entry.problem.key}.journal"
-    study = Study(Ledger(name, storage.journal(path), one), one, entry.problem, device, seed=seed, budget=0)
+    study = Study(Ledger(name, storage.journal(path), space), space, entry.problem, device, seed=seed, budget=0)
     rng = random.Random(seed)
     for number in range(trials):
         last = number == trials - 1
-        variant = entry.variant if last else next(one.feasible(entry.problem, device, rng))
+        variant = entry.variant if last else next(space.feasible(entry.problem, device, rng))
         trial = Trial(variant=variant, outcome=Outcome.OK, digest=render.render(entry.problem, variant).digest)
         time_us = entry.time_us * (1.0 if last else 1.0 + rng.expovariate(1.0))
         if not last and rng.random() < failed:

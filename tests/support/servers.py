@@ -76,9 +76,9 @@ def why_no_postgres() -> str | None:
 
 
 def _binaries() -> Path | None:
-    found = [Path(path).resolve().parent for path in [shutil.which("pg_ctl")] if path is not None]
-    found += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
-    return next((path for path in found if (path / "initdb").exists() and (path / "pg_ctl").exists()), None)
+    folders = [Path(path).resolve().parent for path in [shutil.which("pg_ctl")] if path is not None]
+    folders += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    return next((path for path in folders if (path / "initdb").exists() and (path / "pg_ctl").exists()), None)
 
 
 def _unprivileged(wanted: str) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def why_no_mysql() -> str | None:
 
 def _mysqld() -> str | None:
     places = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/usr/local/sbin"
-    return next((found for name in ("mariadbd", "mysqld") if (found := shutil.which(name, path=places))), None)
+    return next((path for name in ("mariadbd", "mysqld") if (path := shutil.which(name, path=places))), None)
 
 
 @contextlib.contextmanager
@@ -232,9 +232,9 @@ def _wait_for(port: int, process: subprocess.Popen[Any]) -> None:
 
 def free_port() -> int:
     """A port that nobody listens at."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

@@ -89,11 +89,11 @@ def _cut(rng: random.Random, data: bytes) -> bytes:
 
 def _lines(rng: random.Random, data: bytes) -> bytes:
     lines = data.splitlines(keepends=True) or [b""]
-    one, other = rng.randrange(len(lines)), rng.randrange(len(lines))
+    first, second = rng.randrange(len(lines)), rng.randrange(len(lines))
     if rng.random() < 0.5:
-        lines[one], lines[other] = lines[other], lines[one]
+        lines[first], lines[second] = lines[second], lines[first]
     else:
-        lines[one : one + rng.randrange(2)] = [lines[other]]
+        lines[first : first + rng.randrange(2)] = [lines[second]]
     return b"".join(lines)
 
 
@@ -144,7 +144,7 @@ def _name_anew(tree: Any) -> None:
     """Gives the entries the keys of their problems, so that more than the key of a mutant is tried."""
     try:
         entries = tree["entries"].values()
-        named = {msgspec.convert(one["problem"], Problem).key: one for one in entries}
+        named = {msgspec.convert(entry["problem"], Problem).key: entry for entry in entries}
     except Exception:  # a problem that cannot be
         return
     tree["entries"] = named
@@ -189,30 +189,30 @@ def _touched(path: Path, before: bytes, kind: Kind) -> str:
 def journal(path: Path) -> str:
     """The text of a journal of one study: five trials with an outcome, one given up, one that is being tried."""
     points = search_space.load("triton/forward")
-    one = Ledger(STUDY, storage.journal(path), points)
+    ledger = Ledger(STUDY, storage.journal(path), points)
     outcomes = list(Outcome)[:5]
     trying: list[Variant] = []
     for variant, outcome in zip(points.feasible(samples.problem(), samples.A30), [*outcomes, None, None], strict=False):
-        assert one.claim(variant)
+        assert ledger.claim(variant)
         if outcome is not None:
             prediction = samples.prediction(7.5) if outcome is Outcome.OK else None
-            one.finish(Trial(variant=variant, outcome=outcome, prediction=prediction), 7.5)
+            ledger.finish(Trial(variant=variant, outcome=outcome, prediction=prediction), 7.5)
         else:
             trying.append(variant)
-    one.give_up(trying[0])
+    ledger.give_up(trying[0])
     return path.read_text(encoding="utf-8")
 
 
 def _journal_fault(path: Path) -> str:
     """What is wrong with a journal that loaded: each finished trial must stand in its text, and its variant exist."""
     points = search_space.load("triton/forward")
-    one = Ledger(STUDY, storage.journal(path), points)
+    ledger = Ledger(STUDY, storage.journal(path), points)
     try:
-        found = one.news().finished
+        finished = ledger.news().finished
     finally:
-        one.leave()
+        ledger.leave()
     said = [attributes["trial"] for attributes in _attributes(path.read_bytes()) if "trial" in attributes]
-    for trial in found:
+    for trial in finished:
         points.check(trial.variant.as_dict())
         if all(_differs(msgspec.to_builtins(trial), other) is not None for other in said):
             return f"{trial.variant} is not what the text says"
@@ -268,18 +268,20 @@ def _differs(loaded: Any, said: Any, where: str = "") -> str | None:
         same = loaded == said and isinstance(loaded, bool) == isinstance(said, bool)
         return None if same else where or "the file"
     places = (_differs(read, meant, f"{where}/{name}") for name, read, meant in pairs)
-    return next((found for found in places if found is not None), None)
+    return next((place for place in places if place is not None), None)
 
 
 def _shapes_fault(path: Path) -> str:
     """What is wrong with a shapes file that loaded: plain data of the same content must give the same problems."""
     named = shapes_file.load(path)
     plain = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    if [one.problem for one in shapes_file.parse(plain, "plain")] != [one.problem for one in named]:
+    if [named_problem.problem for named_problem in shapes_file.parse(plain, "plain")] != [
+        named_problem.problem for named_problem in named
+    ]:
         return "its problems are not those of its data"
-    if not named or any(not one.groups or one.problem.kept_pairs() < 0 for one in named):
+    if not named or any(not named_problem.groups or named_problem.problem.kept_pairs() < 0 for named_problem in named):
         return "a problem has no group, or counts of pairs below 0"
-    keys = [one.problem.key for one in named]
+    keys = [named_problem.problem.key for named_problem in named]
     return "a problem stands twice" if len(set(keys)) != len(keys) else ""
 
 
@@ -293,7 +295,7 @@ def _space_fault(path: Path) -> str:
     finally:
         resources.space_path = kept
     plain = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    said = {name: tuple(one["choices"]) for name, one in plain["parameters"].items()}
+    said = {name: tuple(parameter["choices"]) for name, parameter in plain["parameters"].items()}
     if loaded.choices != said or len(loaded.require) != len(plain.get("require") or ()):
         return "its parameters or rules are not those of its data"
     for _, params in loaded.seeds:

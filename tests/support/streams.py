@@ -16,13 +16,13 @@ Call = Callable[[], Tensor]
 def at_once(calls: Sequence[Call], times: int) -> list[list[Tensor]]:
     """What each call gave, of those that four new streams share out in turn, all of them so many times."""
     streams = [torch.cuda.Stream() for _ in range(STREAMS)]
-    found: list[list[Tensor]] = [[] for _ in calls]
+    outputs: list[list[Tensor]] = [[] for _ in calls]
     for _ in range(times):
         for number, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                found[number % len(calls)].append(calls[number % len(calls)]())
+                outputs[number % len(calls)].append(calls[number % len(calls)]())
     torch.cuda.synchronize()
-    return found
+    return outputs
 
 
 def replayed(calls: Sequence[Call], times: int, *, beside: Callable[[], None]) -> list[list[Tensor]]:

@@ -28,12 +28,12 @@ def variant(a: int, b: int, c: str = "w") -> Variant:
     return Variant.of(TEMPLATE, {"a": a, "b": b, "c": c})
 
 
-def trial(one: Variant, time_us: float | None = None) -> Trial:
+def trial(variant: Variant, time_us: float | None = None) -> Trial:
     """A trial whose time grows with a and b; None for the time, so that the best is a=1, b=1."""
     if time_us is None:
-        time_us = 10.0 * int(one["a"]) + int(one["b"])
-    return Trial(variant=one, outcome=Outcome.OK, digest=one.digest, prediction=prediction(time_us))
+        time_us = 10.0 * int(variant["a"]) + int(variant["b"])
+    return Trial(variant=variant, outcome=Outcome.OK, digest=variant.digest, prediction=prediction(time_us))
 
 
-def failed(one: Variant) -> Trial:
-    return Trial(variant=one, outcome=Outcome.CRASH, detail="the process died (SIGSEGV)")
+def failed(variant: Variant) -> Trial:
+    return Trial(variant=variant, outcome=Outcome.CRASH, detail="the process died (SIGSEGV)")

@@ -30,12 +30,14 @@ def tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         assert problem is not None
         bias, slopes = (getattr(given.get(name), "requires_grad", False) for name in ("bias", "alibi_slopes"))
         repeated = given.get("deterministic", False)
-        asked = gradient_problem.backward_of(problem, deterministic=repeated, learned=Learned(bias=bias, slopes=slopes))
+        backward_problem = gradient_problem.backward_of(
+            problem, deterministic=repeated, learned=Learned(bias=bias, slopes=slopes)
+        )
         card = nvidia.present()
         assert card is not None
-        variant = search_space.load(template).default(asked, card)
-        entry = samples.tuned(asked, variant)
-        store.merge(tmp_path, card, asked.op, [entry])
+        variant = search_space.load(template).default(backward_problem, card)
+        entry = samples.tuned(backward_problem, variant)
+        store.merge(tmp_path, card, backward_problem.op, [entry])
         functional.forget()
 
     yield tune

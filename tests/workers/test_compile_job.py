@@ -32,8 +32,8 @@ def test_the_garbage_collector_rests_while_a_kernel_is_compiled_and_works_afterw
         raise CompileError("ptxas said no")
 
     monkeypatch.setattr(compiler, "inspect", inspect)
-    found = Inspect(source=render.render(kernels.problem(), kernels.variant()), arch=90).run({})
-    assert found == Failure(outcome=Outcome.COMPILE_ERROR, detail="ptxas said no")
+    failure = Inspect(source=render.render(kernels.problem(), kernels.variant()), arch=90).run({})
+    assert failure == Failure(outcome=Outcome.COMPILE_ERROR, detail="ptxas said no")
     assert seen == [False]
     assert gc.isenabled()
 
@@ -59,5 +59,5 @@ def test_a_compilers_heap_lies_in_huge_pages_where_the_system_gives_them() -> No
     # Objects of 1 KB come from the C library, not from Python's own pools.
     script = "kept = [bytes(1024) for _ in range(2**16)]; print(open('/proc/self/smaps_rollup').read())"
     command = [sys.executable, "-c", script]
-    told = subprocess.run(command, env={**os.environ, **ALLOCATOR}, capture_output=True, text=True, check=True).stdout
-    assert int(told.partition("AnonHugePages:")[2].split()[0]) >= 2**15  # KB: half of what was asked for at least
+    output = subprocess.run(command, env={**os.environ, **ALLOCATOR}, capture_output=True, text=True, check=True).stdout
+    assert int(output.partition("AnonHugePages:")[2].split()[0]) >= 2**15  # KB: half of what was asked for at least

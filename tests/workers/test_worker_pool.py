@@ -55,11 +55,11 @@ def make() -> Iterator[Callable[..., Pool]]:
     """Makes pools whose workers import nothing slow, and closes them."""
     pools: list[Pool] = []
 
-    def made(size: int = 1, **environment: str) -> Pool:
+    def new_pool(size: int = 1, **environment: str) -> Pool:
         pools.append(Pool(size=size, environment={"PYTHONPATH": PATHS, **environment}, preload="planted_jobs"))
         return pools[-1]
 
-    yield made
+    yield new_pool
     for pool in pools:
         pool.close()
 
@@ -70,14 +70,14 @@ def pool(make: Callable[..., Pool]) -> Pool:
 
 
 def all_results(pool: Pool, count: int) -> dict[int, Any]:
-    found: dict[int, Any] = {}
-    while len(found) < count:
+    by_ticket: dict[int, Any] = {}
+    while len(by_ticket) < count:
         results = pool.next_results()
         assert results
         for ticket, result in results:
-            assert ticket not in found
-            found[ticket] = result
-    return found
+            assert ticket not in by_ticket
+            by_ticket[ticket] = result
+    return by_ticket
 
 
 def worker_of(pool: Pool) -> int:
@@ -334,9 +334,9 @@ def test_each_place_has_its_environment_also_when_its_worker_is_replaced(make: C
     pool.apart = ({"PLANTED": "left"}, {"PLANTED": "right"})
     for _ in range(2):
         tickets = {pool.submit(Environment("PLANTED"), LONG, place=place): place for place in (1, 0, 1, 1)}
-        found = all_results(pool, 4)
-        assert {found[ticket] for ticket, place in tickets.items() if place == 0} == {"left"}
-        assert {found[ticket] for ticket, place in tickets.items() if place == 1} == {"right"}
+        by_ticket = all_results(pool, 4)
+        assert {by_ticket[ticket] for ticket, place in tickets.items() if place == 0} == {"left"}
+        assert {by_ticket[ticket] for ticket, place in tickets.items() if place == 1} == {"right"}
         assert pool.result(Exit("segfault"), LONG, place=1).outcome is Outcome.CRASH
 
 
