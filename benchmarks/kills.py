@@ -37,7 +37,7 @@ from autoattn.search import shared_trials, storage  # noqa: E402
 
 CHOICES: dict[str, list[Any]] = {"BLOCK_M": [16, 32], "BLOCK_N": [16, 32], "num_warps": [1], "num_stages": [1, 2]}
 TRIALS = 8  # all that those choices allow
-ASKED = ("--dtype", "fp16", "--heads", "2", "--seq-q", "64", "--head-dim", "16")
+OPTIONS = ("--dtype", "fp16", "--heads", "2", "--seq-q", "64", "--head-dim", "16")
 AT_ONCE = 10  # kills until a run may end
 GONE_SECONDS = 10.0  # until what a killed tuner started must have ended
 END_SECONDS = 600.0
@@ -87,7 +87,7 @@ class Run:
 
     def start(self) -> None:
         """The command that a user would give (again)."""
-        command = [sys.executable, "-m", "autoattn", "tune", "--device", "a30", *ASKED]
+        command = [sys.executable, "-m", "autoattn", "tune", "--device", "a30", *OPTIONS]
         command += ["--trials", str(TRIALS), "--jobs", "2", "--cache", str(self.folder / "cache")]
         command += ["--storage", self.url] if self.url is not None else []
         environment = {**os.environ, "PYTHONPATH": str(self.checkout), "TRITON_CACHE_DIR": str(self.folder / "triton")}

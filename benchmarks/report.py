@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=32, help="in the journal of each; 32 is effort standard, 200 max")
     parser.add_argument("--write", action="store_true", help="keep the table in benchmarks/results/")
     options = parser.parse_args()
-    path = browser.found()
+    path = browser.chromium_path()
     if path is None:
         parser.error("this needs Chromium in the PATH, or its path in AUTOATTN_CHROMIUM")
     with tempfile.TemporaryDirectory() as room:

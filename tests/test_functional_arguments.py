@@ -9,7 +9,7 @@ import formula
 import pytest
 import torch
 from functional_calls import (
-    ASKED,
+    ARGUMENTS,
     PAIRS,
     SINKS,
     SLOPES,
@@ -26,10 +26,10 @@ from autoattn.errors import ProblemError, TensorError
 from autoattn.runtime.plan.explanations import Level
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", ARGUMENTS)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_what_a_call_asks_for_is_what_the_formula_gives(name: str, layout: str) -> None:
-    given, meant = ASKED[name]
+    given, meant = ARGUMENTS[name]
     tensors = inputs()
     placed = tensors if layout == "bhsd" else tuple(tensor.transpose(1, 2) for tensor in tensors)
     wanted, sums = formula.attention(*tensors, **meant)
@@ -41,9 +41,9 @@ def test_what_a_call_asks_for_is_what_the_formula_gives(name: str, layout: str) 
     close(lse, sums)
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", ARGUMENTS)
 def test_gradients_follow_what_a_call_asks_for(name: str) -> None:
-    given, meant = ASKED[name]
+    given, meant = ARGUMENTS[name]
     ours = [tensor.requires_grad_() for tensor in inputs()]
     theirs = [tensor.detach().double().requires_grad_() for tensor in ours]
     push = noise(2, 4, 5, 16)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from autoattn.shapes.shapes_file import NamedProblem
 
 Choice = TypeVar("Choice", bound=Enum)
-ONE = "One problem"
+PANEL = "One problem"
 MODIFIERS = (*SWITCHES, "bias", "score_mod")
 
 Device = Annotated[
@@ -65,27 +65,29 @@ DType = Annotated[
         "--dtype",
         metavar="TYPE",
         help="float16, bfloat16, float32 or float8_e4m3.",
-        rich_help_panel=ONE,
+        rich_help_panel=PANEL,
         autocompletion=completion.dtypes,
     ),
 ]
-Batch = Annotated[int | None, typer.Option("--batch", help="Sequences; 1 if left out.", rich_help_panel=ONE)]
-Heads = Annotated[int | None, typer.Option("--heads", help="Query heads.", rich_help_panel=ONE)]
+Batch = Annotated[int | None, typer.Option("--batch", help="Sequences; 1 if left out.", rich_help_panel=PANEL)]
+Heads = Annotated[int | None, typer.Option("--heads", help="Query heads.", rich_help_panel=PANEL)]
 HeadsKV = Annotated[
-    int | None, typer.Option("--heads-kv", help="Key and value heads; as --heads if left out.", rich_help_panel=ONE)
+    int | None,
+    typer.Option("--heads-kv", help="Key and value heads; as --heads if left out.", rich_help_panel=PANEL),
 ]
-SeqQ = Annotated[int | None, typer.Option("--seq-q", help="Query tokens per sequence.", rich_help_panel=ONE)]
+SeqQ = Annotated[int | None, typer.Option("--seq-q", help="Query tokens per sequence.", rich_help_panel=PANEL)]
 SeqKV = Annotated[
-    int | None, typer.Option("--seq-kv", help="Key tokens per sequence; as --seq-q if left out.", rich_help_panel=ONE)
+    int | None,
+    typer.Option("--seq-kv", help="Key tokens per sequence; as --seq-q if left out.", rich_help_panel=PANEL),
 ]
 HeadDim = Annotated[
     int | None,
-    typer.Option("--head-dim", help="Elements per head, up to 256; of a latent cache 576.", rich_help_panel=ONE),
+    typer.Option("--head-dim", help="Elements per head, up to 256; of a latent cache 576.", rich_help_panel=PANEL),
 ]
 HeadDimV = Annotated[
     int | None,
     typer.Option(
-        "--head-dim-v", help="Elements of a value, up to 512; as --head-dim if left out.", rich_help_panel=ONE
+        "--head-dim-v", help="Elements of a value, up to 512; as --head-dim if left out.", rich_help_panel=PANEL
     ),
 ]
 Mask = Annotated[
@@ -95,7 +97,7 @@ Mask = Annotated[
         metavar="MASK",
         help="full, causal, causal:top-left, causal:bottom-right, window:LEFT,RIGHT or blocks:ROWSxKEYS,DENSITY; full "
         "if left out.",
-        rich_help_panel=ONE,
+        rich_help_panel=PANEL,
         autocompletion=completion.masks,
     ),
 ]
@@ -105,7 +107,7 @@ Layout = Annotated[
         "--layout",
         metavar="AXES",
         help="bhsd, bshd or packed; bhsd if left out.",
-        rich_help_panel=ONE,
+        rich_help_panel=PANEL,
         autocompletion=completion.layouts,
     ),
 ]
@@ -115,7 +117,7 @@ Tokens = Annotated[
         "--tokens",
         metavar="COUNT",
         help="Tokens of all packed sequences: 65536, or 4096x65536 for queries and keys.",
-        rich_help_panel=ONE,
+        rich_help_panel=PANEL,
     ),
 ]
 Precision = Annotated[
@@ -124,7 +126,7 @@ Precision = Annotated[
         "--precision",
         metavar="KIND",
         help="How float32 products are formed: ieee, tf32 or tf32x3.",
-        rich_help_panel=ONE,
+        rich_help_panel=PANEL,
         autocompletion=completion.precisions,
     ),
 ]
@@ -134,7 +136,7 @@ Numerics = Annotated[
         "--numerics",
         metavar="KIND",
         help="any, or online for kernels whose time no growth of the scores changes; any if left out.",
-        rich_help_panel=ONE,
+        rich_help_panel=PANEL,
         autocompletion=completion.numerics,
     ),
 ]
@@ -144,7 +146,7 @@ KeyCache = Annotated[
         "--key-cache",
         metavar="KIND",
         help="contiguous or paged:KEYS, where keys and values lie in a cache (docs/kv-cache.md).",
-        rich_help_panel=ONE,
+        rich_help_panel=PANEL,
     ),
 ]
 KeyLengths = Annotated[
@@ -153,7 +155,7 @@ KeyLengths = Annotated[
         "--key-lengths",
         metavar="LENGTHS",
         help="Keys of the sequences in the cache, as uniform:100-4000; all have --seq-kv when left out.",
-        rich_help_panel=ONE,
+        rich_help_panel=PANEL,
     ),
 ]
 Operation = Annotated[
@@ -162,7 +164,7 @@ Operation = Annotated[
         "--operation",
         metavar="KIND",
         help="forward, or backward for the gradients of such a call; forward if left out.",
-        rich_help_panel=ONE,
+        rich_help_panel=PANEL,
         autocompletion=completion.operations,
     ),
 ]
@@ -171,7 +173,7 @@ Deterministic = Annotated[
     typer.Option(
         "--deterministic",
         help="Gradients that repeat to the bit, with --operation backward.",
-        rich_help_panel=ONE,
+        rich_help_panel=PANEL,
     ),
 ]
 Modifiers = Annotated[
@@ -180,7 +182,7 @@ Modifiers = Annotated[
         "--modifier",
         metavar="NAME[=VALUE]",
         help=f"{', '.join(SWITCHES)}, bias=KIND or score_mod=EXPRESSION (docs/shapes.md); can be repeated.",
-        rich_help_panel=ONE,
+        rich_help_panel=PANEL,
         autocompletion=completion.words(*MODIFIERS),
     ),
 ]

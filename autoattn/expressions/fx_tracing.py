@@ -46,11 +46,11 @@ CONSTANTS = {  # of an operation that makes a constant: what it holds, or the pl
 }  # fmt: skip
 
 Function = Callable[..., Any]
-_Found = tuple[str, tuple[Tensor, ...]]
-_traced: weakref.WeakKeyDictionary[Function, dict[Any, tuple[Any, _Found]]] = weakref.WeakKeyDictionary()
+_TextAndCaptures = tuple[str, tuple[Tensor, ...]]
+_traced: weakref.WeakKeyDictionary[Function, dict[Any, tuple[Any, _TextAndCaptures]]] = weakref.WeakKeyDictionary()
 
 
-def trace(function: Function | str, names: tuple[str, ...], device: torch.device = CPU) -> _Found:
+def trace(function: Function | str, names: tuple[str, ...], device: torch.device = CPU) -> _TextAndCaptures:
     """The expression of a function of 0-d tensors, and what it captures as contiguous tensors of 1 to 4 axes.
 
     A captured tensor is read when the kernel runs: numbers that are written into it later count. A function is traced
@@ -104,7 +104,7 @@ class _Indexing(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _translated(function: Function, names: tuple[str, ...], device: torch.device) -> _Found:
+def _translated(function: Function, names: tuple[str, ...], device: torch.device) -> _TextAndCaptures:
     """Text and captured tensors, as the function holds them."""
     examples = [
         torch.zeros((), dtype=torch.float32 if name == "score" else torch.int32, device=device) for name in names

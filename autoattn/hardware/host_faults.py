@@ -28,7 +28,7 @@ _MISSING = re.compile(r"Cannot find (?P<name>(?:ptxas|nvdisasm|cuobjdump)\S*)") 
 # What ptxas says of a disk, in text alone.
 _SAID_FULL = re.compile("|".join(re.escape(os.strerror(number)) for number in sorted(_FULL)))
 # How older journals tell of an exception of the system, as they did of a kernel that does not run.
-_TOLD = re.compile(r"\[Errno \d+\]")
+_ERRNO = re.compile(r"\[Errno \d+\]")
 
 
 class Fault(NamedTuple):
@@ -61,7 +61,7 @@ def killed(what: str) -> Fault:
 
 def tells_of_environment(detail: str) -> bool:
     """Whether what a journal says of a failed trial is an exception of the system; older versions journalled those."""
-    return _TOLD.search(detail) is not None
+    return _ERRNO.search(detail) is not None
 
 
 def processes_killed_for_memory() -> int:

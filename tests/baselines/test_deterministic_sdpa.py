@@ -33,9 +33,9 @@ from autoattn.runtime.parse import arguments
 from autoattn.runtime.plan import cache_lookup, gradient_problem, planner
 from autoattn.runtime.plan.explanations import Explanation, Level
 
-ASKED = samples.problem()
-LOOSE = gradient_problem.backward_of(ASKED)
-STRICT = gradient_problem.backward_of(ASKED, deterministic=True)
+FORWARD = samples.problem()
+LOOSE = gradient_problem.backward_of(FORWARD)
+STRICT = gradient_problem.backward_of(FORWARD, deterministic=True)
 NEAR = replace(LOOSE, seq_q=2048)
 TEMPLATE = gradient_kernels.TEMPLATE
 
@@ -49,7 +49,7 @@ def test_it_is_a_fact_of_gradients_that_names_show_only_where_it_holds() -> None
     assert "deterministic" not in LOOSE.key
     assert kernel_kind.shares_kernels(STRICT, LOOSE)
     with pytest.raises(ProblemError, match="deterministic is a choice for the operation backward alone, got forward"):
-        replace(ASKED, deterministic=True)
+        replace(FORWARD, deterministic=True)
 
 
 def test_entries_from_before_hold_and_say_nothing_of_it(tmp_path: Path) -> None:

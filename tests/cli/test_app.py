@@ -14,7 +14,17 @@ from typing import get_args
 
 import pytest
 from cache_files import FORWARD_FILE
-from command_line import COMMANDS, ONE, ROOT, Run, assert_one_sentence, autoattn, no_card, shapes, user_cache  # noqa: F401 - fixtures
+from command_line import (  # noqa: F401 - fixtures
+    CALL,
+    COMMANDS,
+    ROOT,
+    Run,
+    assert_one_sentence,
+    autoattn,
+    no_card,
+    shapes,
+    user_cache,
+)
 from typer.testing import CliRunner
 
 from autoattn import cli
@@ -70,42 +80,42 @@ def test_efforts_of_the_command_line_are_those_of_tune() -> None:
     [
         (["tune"], "--device"),
         (["tune", "--device", "a30"], "got neither; give one"),
-        (["tune", "--device", "a99", *ONE], "got 'a99'"),
-        (["tune", "--device", "auto", *ONE], "found none"),
+        (["tune", "--device", "a99", *CALL], "got 'a99'"),
+        (["tune", "--device", "auto", *CALL], "found none"),
         (["tune", "--device", "a30", "--shapes", "none.yaml"], "none.yaml must be a YAML file, but there is none"),
         (["tune", "--device", "a30", "--shapes", "{folder}"], "it is a folder"),
-        (["tune", "--device", "a30", "--shapes", "{shapes}", *ONE], "got both; give one"),
+        (["tune", "--device", "a30", "--shapes", "{shapes}", *CALL], "got both; give one"),
         (["tune", "--device", "a30", "--shapes", "{shapes}", "--group", "decode"], "got 'decode'; it has"),
-        (["tune", "--device", "a30", "--group", "decode", *ONE], "got 'decode' without --shapes"),
+        (["tune", "--device", "a30", "--group", "decode", *CALL], "got 'decode' without --shapes"),
         (["tune", "--device", "a30", "--shapes", "{shapes}", "--mask", "causal"], "give no part of a problem"),
-        (["tune", "--device", "a30", "--effort", "huge", *ONE], "--effort"),
-        (["tune", "--device", "a30", "--trials", "0", *ONE], "--trials must be at least 1, got 0"),
-        (["tune", "--device", "a30", "--timeout", "-3", *ONE], "--timeout must be at least 1, got -3"),
-        (["tune", "--device", "a30", "--timeout", "nan", *ONE], "--timeout must be at least 1, got nan"),
-        (["tune", "--device", "a30", "--seed", "-1", *ONE], "--seed must be a whole number from 0 to 4294967295, got"),
-        (["tune", "--device", "a30", "--seed", "4294967296", *ONE], "to 4294967295, got 4294967296; correct it"),
-        (["tune", "--device", "x" * 999, *ONE], f"got '{'x' * 59}; known are"),
-        (["tune", "--device", "a30", "--jobs", "0", *ONE], "--jobs must be at least 1, got 0"),
-        (["tune", "--device", "a30", "--trials", "many", *ONE], "--trials"),
+        (["tune", "--device", "a30", "--effort", "huge", *CALL], "--effort"),
+        (["tune", "--device", "a30", "--trials", "0", *CALL], "--trials must be at least 1, got 0"),
+        (["tune", "--device", "a30", "--timeout", "-3", *CALL], "--timeout must be at least 1, got -3"),
+        (["tune", "--device", "a30", "--timeout", "nan", *CALL], "--timeout must be at least 1, got nan"),
+        (["tune", "--device", "a30", "--seed", "-1", *CALL], "--seed must be a whole number from 0 to 4294967295, got"),
+        (["tune", "--device", "a30", "--seed", "4294967296", *CALL], "to 4294967295, got 4294967296; correct it"),
+        (["tune", "--device", "x" * 999, *CALL], f"got '{'x' * 59}; known are"),
+        (["tune", "--device", "a30", "--jobs", "0", *CALL], "--jobs must be at least 1, got 0"),
+        (["tune", "--device", "a30", "--trials", "many", *CALL], "--trials"),
         (["explain", "--dtype", "bf16"], "got no --heads and no --seq-q and no --head-dim"),
-        (["explain", *ONE, "--dtype", "float64"], "got 'float64'"),
-        (["explain", *ONE, "--dtype", "int8"], "got 'int8'"),
-        (["explain", *ONE, "--batch", "0"], "batch must be a whole number from 1"),
-        (["explain", *ONE, "--seq-q", "-5"], "got -5"),
-        (["explain", *ONE, "--heads-kv", "5"], "heads_q must be a multiple of heads_kv, got 32 and 5"),
-        (["explain", *ONE, "--head-dim", "257"], "head_dim must be at most 256, got 257"),
-        (["explain", *ONE, "--mask", "diagonal"], "got 'diagonal'"),
-        (["explain", *ONE, "--layout", "sbhd"], "got 'sbhd'"),
-        (["explain", *ONE, "--precision", "tf32"], "for float32 alone, got precision: tf32 with bfloat16; leave"),
-        (["explain", *ONE, "--numerics", "fast"], "numerics must be any or online, got 'fast'; correct it"),
+        (["explain", *CALL, "--dtype", "float64"], "got 'float64'"),
+        (["explain", *CALL, "--dtype", "int8"], "got 'int8'"),
+        (["explain", *CALL, "--batch", "0"], "batch must be a whole number from 1"),
+        (["explain", *CALL, "--seq-q", "-5"], "got -5"),
+        (["explain", *CALL, "--heads-kv", "5"], "heads_q must be a multiple of heads_kv, got 32 and 5"),
+        (["explain", *CALL, "--head-dim", "257"], "head_dim must be at most 256, got 257"),
+        (["explain", *CALL, "--mask", "diagonal"], "got 'diagonal'"),
+        (["explain", *CALL, "--layout", "sbhd"], "got 'sbhd'"),
+        (["explain", *CALL, "--precision", "tf32"], "for float32 alone, got precision: tf32 with bfloat16; leave"),
+        (["explain", *CALL, "--numerics", "fast"], "numerics must be any or online, got 'fast'; correct it"),
         (["tune", "--device", "a30", "--shapes", "{shapes}", "--numerics", "online"], "give no part of a problem"),
-        (["explain", *ONE, "--device", "a99"], "got 'a99'"),
+        (["explain", *CALL, "--device", "a99"], "got 'a99'"),
         (["render"], "render needs a problem"),
-        (["render", "--device", "a30", *ONE, "--param", "BLOCK_M"], "--param must be NAME=VALUE, got 'BLOCK_M'"),
-        (["render", "--device", "a30", *ONE, "--param", "BLOCK_Q=64"], "got 'BLOCK_Q'; it has PACK_GQA"),
-        (["render", "--device", "a30", *ONE, "--param", "BLOCK_M=65"], "--param BLOCK_M must be one of"),
-        (["render", "--device", "a30", *ONE, "--param", "softmax=x');import os#"], "--param softmax must be one of"),
-        (["render", "--device", "a30", *ONE, "--template", "../../etc/passwd"], "a template is named family/operation"),
+        (["render", "--device", "a30", *CALL, "--param", "BLOCK_M"], "--param must be NAME=VALUE, got 'BLOCK_M'"),
+        (["render", "--device", "a30", *CALL, "--param", "BLOCK_Q=64"], "got 'BLOCK_Q'; it has PACK_GQA"),
+        (["render", "--device", "a30", *CALL, "--param", "BLOCK_M=65"], "--param BLOCK_M must be one of"),
+        (["render", "--device", "a30", *CALL, "--param", "softmax=x');import os#"], "--param softmax must be one of"),
+        (["render", "--device", "a30", *CALL, "--template", "../../etc/passwd"], "template is named family/operation"),
         (["show", "--evidence", "rumour"], "--evidence"),
         (["bogus"], "No such command 'bogus'"),
         (["show", "--bogus"], "--bogus"),
@@ -142,12 +152,12 @@ def test_a_bad_shapes_file_is_one_sentence_and_exit_code_2(autoattn: Run, shapes
     assert str(shapes) in error
 
 
-@pytest.mark.parametrize("command", ["show", "report", "verify --device h200", "render --device h200 {one}"])
+@pytest.mark.parametrize("command", ["show", "report", "verify --device h200", "render --device h200 {problem}"])
 def test_a_damaged_cache_is_one_sentence_and_exit_code_1(autoattn: Run, tmp_path: Path, command: str) -> None:
     path = tmp_path / "cache" / "h200" / FORWARD_FILE
     path.parent.mkdir(parents=True)
     path.write_text('{"schema": 1, "entr')
-    arguments = command.format(one=" ".join(ONE)).split()
+    arguments = command.format(problem=" ".join(CALL)).split()
     code, _, error = autoattn(*arguments, "--cache", tmp_path / "cache")
     assert code == 1
     assert_one_sentence(error)
@@ -201,7 +211,7 @@ def test_a_broken_program_still_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cache_lookup, "explain", broken)
     with pytest.raises(TypeError, match="a bug"):
-        run(["explain", *ONE])
+        run(["explain", *CALL])
 
 
 def test_every_error_of_ours_has_an_exit_code() -> None:
@@ -230,7 +240,12 @@ def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [(["--help"], 0), (["tune"], 2), (["tune", "--device", "a99", *ONE], 2), (["verify", "--device", "a30"], 1)],
+    [
+        (["--help"], 0),
+        (["tune"], 2),
+        (["tune", "--device", "a99", *CALL], 2),
+        (["verify", "--device", "a30"], 1),
+    ],
 )
 def test_exit_codes_of_the_process(arguments: list[str], code: int, tmp_path: Path) -> None:
     done = process(*arguments, "--cache", str(tmp_path)) if arguments[0] == "verify" else process(*arguments)

@@ -10,7 +10,7 @@ import kernels
 import pytest
 import samples
 from cache_files import FORWARD_FILE
-from command_line import ONE, Run, assert_one_sentence, autoattn, no_card, user_cache  # noqa: F401 - fixtures
+from command_line import CALL, Run, assert_one_sentence, autoattn, no_card, user_cache  # noqa: F401 - fixtures
 from typer.testing import CliRunner
 
 from autoattn.cache import store
@@ -130,8 +130,8 @@ def test_diff_with_one_cache_compares_it_with_what_calls_take(autoattn: Run, bot
 
 
 READERS = (
-    ("show",), ("report",), ("verify", "--device", "h200"), ("explain", *ONE), ("explain", "--device", "h200", *ONE),
-    ("render", "--device", "h200", *ONE), ("cache", "list"), ("cache", "verify", "--device", "h200", "--mark"),
+    ("show",), ("report",), ("verify", "--device", "h200"), ("explain", *CALL), ("explain", "--device", "h200", *CALL),
+    ("render", "--device", "h200", *CALL), ("cache", "list"), ("cache", "verify", "--device", "h200", "--mark"),
     ("cache", "export", "all", "--out", "x.zip"), ("cache", "prune"), ("cache", "prune", "--dry-run"),
 )  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import samples
-from command_line import ONE, Run, assert_one_sentence, autoattn, no_card  # noqa: F401 - fixtures
+from command_line import CALL, Run, assert_one_sentence, autoattn, no_card  # noqa: F401 - fixtures
 from fake_device import set_device
 from fake_tuner import fake_tune
 from model_configs import BERT, DEEPSEEK, LLAMA
@@ -117,9 +117,9 @@ def test_what_was_assumed_is_said_and_written(autoattn: Run, tuned: Any, tmp_pat
     ("words", "fault"),
     [
         (("tune", "--device", "h200", "--model", "{file}", "--shapes", "x"), "from --model or from --shapes, got both"),
-        (("tune", "--device", "h200", "--model", "{file}", *ONE), "from the options of one problem, got both"),
+        (("tune", "--device", "h200", "--model", "{file}", *CALL), "from the options of one problem, got both"),
         (("tune", "--device", "h200", "--model", "{file}", "--heads", "0"), "options of one problem, got both"),
-        (("tune", "--device", "h200", "--lengths", "1024", *ONE), "--lengths is a choice for --model, got no --model"),
+        (("tune", "--device", "h200", "--lengths", "1024", *CALL), "--lengths is a choice for --model, got no --model"),
         (("tune", "--device", "h200", "--model", "{file}", "--lengths", "a"), "--lengths must be whole numbers from 1"),
         (("tune", "--device", "h200", "--model", "{file}", "--dtype", "int8"), "got 'int8'"),
         (("tune", "--device", "h200", "--model", "{file}", "--batch", "0"), "batch must be a whole number from 1"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import samples
-from command_line import ONE, Run, assert_one_sentence, autoattn, no_card, shapes, user_cache  # noqa: F401 - fixtures
+from command_line import CALL, Run, assert_one_sentence, autoattn, no_card, shapes, user_cache  # noqa: F401 - fixtures
 from fake_device import set_device
 
 from autoattn.cache import store
@@ -194,7 +194,7 @@ def explained(problem: Problem, device: Device | None, folder: Path | None = Non
 def test_explain_prints_route_level_reason_and_steps(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_lookup, "explain", explained)
     monkeypatch.setattr(machine_code, "find", lambda *arguments: None)
-    code, out, _ = autoattn("explain", "--device", "h200", "--cache", "here", *ONE)
+    code, out, _ = autoattn("explain", "--device", "h200", "--cache", "here", *CALL)
     assert code == 0
     words = ("kernel", "bucket", "a tuned problem is near", "BLOCK_M=", "1. exact: no entry", "2. bucket: found one")
     positions = [out.index(word) for word in words]
@@ -210,21 +210,21 @@ def test_explain_tells_how_sure_the_ranking_of_a_problem_is(autoattn: Run, monke
 
     monkeypatch.setattr(cache_lookup, "explain", with_finals)
     tuned_problem = samples.problem()
-    _, out, _ = autoattn("explain", "--device", "h200", *ONE)
+    _, out, _ = autoattn("explain", "--device", "h200", *CALL)
     assert "  finals   128 rounds, 3 more discarded; 1 as good as the winner\n" in out
     assert "  over     sdpa-cudnn 0.91x (0.90-0.92), sdpa-flash 1.42x (1.40-1.44)\n" in out
     assert "  rivals   met PyTorch's backends alone (sdpa-cudnn, sdpa-flash); who else" in out
     assert "  worst    2.32x its usual time, 928.4 us; 1,920 of 2,048 tiles are computed twice\n" in out
     tuned_problem = samples.problem(batch=7)  # a near problem's finals say nothing of this one
-    assert "worst" not in autoattn("explain", "--device", "h200", *ONE)[1]
-    assert "finals" not in autoattn("explain", "--device", "h200", *ONE)[1]
+    assert "worst" not in autoattn("explain", "--device", "h200", *CALL)[1]
+    assert "finals" not in autoattn("explain", "--device", "h200", *CALL)[1]
 
 
 def test_explain_json_is_one_object_for_a_problem_and_a_list_for_a_file(
     autoattn: Run, shapes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache_lookup, "explain", explained)
-    answer = json.loads(autoattn("explain", "--json", *ONE)[1])
+    answer = json.loads(autoattn("explain", "--json", *CALL)[1])
     assert (answer["route"], answer["level"], answer["problem"]["seq_kv"]) == ("kernel", "bucket", 4096)
     assert len(answer["steps"]) == 2
     many = json.loads(autoattn("explain", "--json", "--shapes", shapes)[1])
@@ -232,7 +232,7 @@ def test_explain_json_is_one_object_for_a_problem_and_a_list_for_a_file(
 
 
 def test_explain_tells_what_a_call_that_asks_for_the_lse_gets(autoattn: Run, user_cache: Path) -> None:
-    words = ("explain", "--device", "h200", *ONE)
+    words = ("explain", "--device", "h200", *CALL)
     default = search_space.load("triton/forward").default(samples.problem(), samples.H200)
     entry = samples.tuned(samples.problem(), default, choice="sdpa-cudnn")
     store.merge(user_cache, samples.H200, Op.FORWARD, [entry])
@@ -240,18 +240,18 @@ def test_explain_tells_what_a_call_that_asks_for_the_lse_gets(autoattn: Run, use
     _, out, _ = autoattn(*words, "--lse")
     assert "  runs on  kernel\n" in out
     assert "but it gives no LSE, so the kernel runs" in out
-    assert "  runs on  eager\n" in autoattn("explain", *ONE, "--lse")[1], "on the CPU, where PyTorch gives none"
+    assert "  runs on  eager\n" in autoattn("explain", *CALL, "--lse")[1], "on the CPU, where PyTorch gives none"
     code, _, error = autoattn(*words, "--lse", "--operation", "backward")
     assert code == 2
     assert "--lse is a choice for outputs, got backward bf16" in error
 
 
 def test_explain_tells_what_a_training_call_gets(autoattn: Run, shapes: Path, user_cache: Path) -> None:
-    _, out, _ = autoattn("explain", "--device", "h200", *ONE, "--training")
+    _, out, _ = autoattn("explain", "--device", "h200", *CALL, "--training")
     assert out.startswith("bf16 B4 H32/8 1024x4096 D128 causal:bottom-right\n  runs on  kernel\n")
     assert "  level    forward: exact, backward: default\n" in out
     assert "  backward gluon/backward: " in out
-    _, out, _ = autoattn("explain", "--device", "h200", *ONE, "--training", "--deterministic")
+    _, out, _ = autoattn("explain", "--device", "h200", *CALL, "--training", "--deterministic")
     assert "  level    forward: exact, backward: default\n" in out
     many = json.loads(autoattn("explain", "--device", "h200", "--shapes", shapes, "--training", "--json")[1])
     assert [document["problem"]["op"] for document in many] == ["forward"] * 3
@@ -262,30 +262,30 @@ def test_explain_tells_what_a_training_call_gets(autoattn: Run, shapes: Path, us
 
 
 def test_gradients_of_the_command_line_are_a_problem_of_their_own(autoattn: Run) -> None:
-    code, out, _ = autoattn("render", "--device", "h200", *ONE, "--operation", "backward", "--deterministic")
+    code, out, _ = autoattn("render", "--device", "h200", *CALL, "--operation", "backward", "--deterministic")
     assert code == 0
     assert "def backward_queries" in out
     slopes = ("--modifier", "alibi", "--modifier", "learned_slopes")
-    assert "def backward_slopes" in autoattn("render", "--device", "h200", *ONE, "--operation", "backward", *slopes)[1]
-    answer = json.loads(autoattn("explain", "--device", "h200", *ONE, "--operation", "backward", "--json")[1])
+    assert "def backward_slopes" in autoattn("render", "--device", "h200", *CALL, "--operation", "backward", *slopes)[1]
+    answer = json.loads(autoattn("explain", "--device", "h200", *CALL, "--operation", "backward", "--json")[1])
     assert answer["problem"]["op"] == "backward"
-    code, _, error = autoattn("explain", "--device", "h200", *ONE, "--deterministic")
+    code, _, error = autoattn("explain", "--device", "h200", *CALL, "--deterministic")
     assert code == 2
     assert "deterministic is a choice for the operation backward alone" in error
 
 
 def test_numerics_of_the_command_line_are_the_problems(autoattn: Run) -> None:
-    code, out, _ = autoattn("explain", "--device", "h200", *ONE, "--numerics", "online")
+    code, out, _ = autoattn("explain", "--device", "h200", *CALL, "--numerics", "online")
     assert code == 0
     assert out.splitlines()[0].endswith(" online")
-    answer = json.loads(autoattn("explain", "--device", "h200", *ONE, "--numerics", "any", "--json")[1])
+    answer = json.loads(autoattn("explain", "--device", "h200", *CALL, "--numerics", "any", "--json")[1])
     assert answer["problem"]["numerics"] == "any"
-    _, text, _ = autoattn("render", "--device", "h200", *ONE, "--numerics", "online", "--param", "softmax=first_max")
+    _, text, _ = autoattn("render", "--device", "h200", *CALL, "--numerics", "online", "--param", "softmax=first_max")
     assert "# cannot run on that device: numerics online asks for" in text
 
 
 def test_render_writes_the_templates_default_as_python(autoattn: Run) -> None:
-    code, out, _ = autoattn("render", "--device", "a30", *ONE)
+    code, out, _ = autoattn("render", "--device", "a30", *CALL)
     assert code == 0
     assert out.splitlines()[0] == f"# {samples.problem()}, for NVIDIA A30"
     assert "# default of triton/forward; source digest " in out.splitlines()[1]
@@ -294,14 +294,14 @@ def test_render_writes_the_templates_default_as_python(autoattn: Run) -> None:
 
 
 def test_render_writes_the_default_that_a_call_would_run(autoattn: Run) -> None:
-    answer = json.loads(autoattn("explain", "--device", "h200", *ONE, "--json")[1])
+    answer = json.loads(autoattn("explain", "--device", "h200", *CALL, "--json")[1])
     assert answer["level"] == "default"
-    text = autoattn("render", "--device", "h200", *ONE)[1]
+    text = autoattn("render", "--device", "h200", *CALL)[1]
     assert text.splitlines()[1].startswith(f"# default of {answer['variant']['template']}; ")
 
 
 def test_render_prefers_the_winner_of_the_cache(autoattn: Run, user_cache: Path, tmp_path: Path) -> None:
-    code, out, _ = autoattn("render", "--device", "h200", *ONE, "--out", tmp_path / "kernel.py")
+    code, out, _ = autoattn("render", "--device", "h200", *CALL, "--out", tmp_path / "kernel.py")
     assert (code, out) == (0, f"{tmp_path / 'kernel.py'}\n")
     text = (tmp_path / "kernel.py").read_text()
     assert "# measured winner of the cache" in text
@@ -309,7 +309,7 @@ def test_render_prefers_the_winner_of_the_cache(autoattn: Run, user_cache: Path,
 
 
 def test_render_changes_what_param_names(autoattn: Run) -> None:
-    _, out, _ = autoattn("render", "--device", "a30", *ONE, "--param", "BLOCK_M=64", "--param", "BLOCK_N=32")
+    _, out, _ = autoattn("render", "--device", "a30", *CALL, "--param", "BLOCK_M=64", "--param", "BLOCK_N=32")
     assert "changed by --param" in out.splitlines()[1]
     assert "BLOCK_M = tl.constexpr(64)" in out
     assert "BLOCK_N = tl.constexpr(32)" in out
@@ -319,13 +319,13 @@ def test_render_says_when_a_variant_cannot_run_on_the_device(autoattn: Run) -> N
     choices = search_space.load("triton/forward").choices
     largest = {"BLOCK_M": max(choices["BLOCK_M"]), "BLOCK_N": max(choices["BLOCK_N"]), "num_warps": 1}  # type: ignore[type-var]
     settings = [word for name, value in largest.items() for word in ("--param", f"{name}={value}")]
-    _, out, _ = autoattn("render", "--device", "a30", *ONE, *settings)
+    _, out, _ = autoattn("render", "--device", "a30", *CALL, *settings)
     assert out.splitlines()[2].startswith("# cannot run on that device: ")
 
 
 def test_render_adds_the_log_sum_exp(autoattn: Run) -> None:
-    assert "lse_ptr" not in autoattn("render", "--device", "a30", *ONE)[1]
-    assert "lse_ptr" in autoattn("render", "--device", "a30", *ONE, "--lse")[1]
+    assert "lse_ptr" not in autoattn("render", "--device", "a30", *CALL)[1]
+    assert "lse_ptr" in autoattn("render", "--device", "a30", *CALL, "--lse")[1]
 
 
 # Verify, report, devices

@@ -12,7 +12,7 @@ import pytest
 import samples
 import torch
 from cache_files import FORWARD_FILE
-from command_line import ONE, Run, assert_one_sentence, autoattn, no_card, shapes  # noqa: F401 - fixtures
+from command_line import CALL, Run, assert_one_sentence, autoattn, no_card, shapes  # noqa: F401 - fixtures
 from fake_device import set_device
 from fake_tuner import fake_tune
 
@@ -138,7 +138,7 @@ def test_a_password_in_the_storage_is_not_printed(autoattn: Run, shapes: Path, m
 def test_a_storage_or_workers_that_cannot_be_are_one_sentence_before_anything_is_tried(
     autoattn: Run, tmp_path: Path, arguments: tuple[str, ...], words: str
 ) -> None:
-    code, _, error = autoattn("tune", "--device", "a30", *ONE, "--cache", tmp_path / "mine", *arguments)
+    code, _, error = autoattn("tune", "--device", "a30", *CALL, "--cache", tmp_path / "mine", *arguments)
     assert code in (1, 2)
     assert_one_sentence(error)
     assert words in error
@@ -148,7 +148,7 @@ def test_a_storage_or_workers_that_cannot_be_are_one_sentence_before_anything_is
 def test_the_cache_is_the_users_when_none_is_named(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = fake_tune({})
     monkeypatch.setattr(tuner, "tune", fake)
-    autoattn("tune", "--device", "a30", *ONE)
+    autoattn("tune", "--device", "a30", *CALL)
     assert fake.called["options"].cache == resources.user_cache()  # type: ignore[attr-defined]
     assert fake.called["problems"] == [samples.problem()]  # type: ignore[attr-defined]
 
@@ -194,7 +194,7 @@ def test_the_end_says_who_was_in_the_finals(autoattn: Run, shapes: Path, monkeyp
 
 def test_a_failed_problem_gives_its_reason_and_exit_code_1(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "tune", fake_tune({}, failed={samples.problem().key: "no variant fits"}))
-    code, out, _ = autoattn("tune", "--device", "a30", *ONE)
+    code, out, _ = autoattn("tune", "--device", "a30", *CALL)
     assert code == 1
     assert re.search(r"causal:bottom-right +failed +no variant fits", out)
     assert "no kernel (why)" in out
@@ -206,7 +206,7 @@ def test_a_run_that_tuned_nothing_says_the_commonest_reason_first_and_names_no_c
     reasons = {"timeout: no answer within 60 s": 2, "interpreter crash: TypeError: no": 40}
     failed = {samples.problem().key: "none of 42 variants worked"}
     monkeypatch.setattr(tuner, "tune", fake_tune({}, failed=failed, reasons=reasons))
-    code, out, _ = autoattn("tune", "--device", "a30", *ONE)
+    code, out, _ = autoattn("tune", "--device", "a30", *CALL)
     assert code == 1
     rest = out[out.index("Nothing was tuned") :]
     assert rest.startswith("Nothing was tuned: interpreter crash: TypeError: no (40 of 42 variants that failed)\n")
@@ -215,7 +215,7 @@ def test_a_run_that_tuned_nothing_says_the_commonest_reason_first_and_names_no_c
 
 def test_where_no_variant_failed_the_problems_say_why(autoattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "tune", fake_tune({}, failed={samples.problem().key: "no variant fits"}))
-    _, out, _ = autoattn("tune", "--device", "a30", *ONE)
+    _, out, _ = autoattn("tune", "--device", "a30", *CALL)
     assert "Nothing was tuned: no variant fits (1 of 1 problems)\n" in out
 
 
@@ -223,7 +223,7 @@ def test_rehearsals_are_counted_beside_trials(autoattn: Run, monkeypatch: pytest
     problem = samples.problem()
     counts = {"ok": 3, "interpreter crash": 2, "wrong result": 1}
     monkeypatch.setattr(tuner, "tune", fake_tune({problem.key: samples.predicted(problem)}, rehearsals=counts))
-    _, out, _ = autoattn("tune", "--device", "a30", *ONE)
+    _, out, _ = autoattn("tune", "--device", "a30", *CALL)
     assert "\n6 rehearsals (3 ok, 2 interpreter crash, 1 wrong result) in an interpreter\n" in out
     assert "Nothing was tuned" not in out
 
@@ -233,7 +233,7 @@ def test_a_machine_that_lacks_something_is_one_sentence_and_exit_code_1(
 ) -> None:
     stopped = HostError("disk full: there must be room on the disk of /x, but there is none; free some")
     monkeypatch.setattr(tuner, "tune", fake_tune({}, stopped=stopped))
-    code, out, error = autoattn("tune", "--device", "a30", *ONE)
+    code, out, error = autoattn("tune", "--device", "a30", *CALL)
     assert code == 1
     assert error == f"autoattn: {stopped}\n"
     assert "1 problem: 0 tuned, 0 already up to date, 0 failed, 1 not reached" in out
@@ -244,7 +244,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_exits_with_130(
     autoattn: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuner, "tune", fake_tune({}, interrupted=True))
-    code, out, _ = autoattn("tune", "--device", "a30", *ONE)
+    code, out, _ = autoattn("tune", "--device", "a30", *CALL)
     assert code == 130
     assert "run the same command again to go on" in out
 
@@ -254,7 +254,7 @@ def test_an_interrupt_outside_the_search_exits_with_130(autoattn: Run, monkeypat
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tuner, "tune", interrupted)
-    code, _, error = autoattn("tune", "--device", "a30", *ONE)
+    code, _, error = autoattn("tune", "--device", "a30", *CALL)
     assert code == 130
     assert_one_sentence(error)
 
@@ -264,7 +264,7 @@ def test_an_unwritable_cache_is_one_sentence_and_exit_code_1(autoattn: Run, monk
         raise CacheError("the cache /x must be writable, but it is not; use --cache DIR")
 
     monkeypatch.setattr(tuner, "tune", refused)
-    code, _, error = autoattn("tune", "--device", "a30", *ONE)
+    code, _, error = autoattn("tune", "--device", "a30", *CALL)
     assert code == 1
     assert error == "autoattn: the cache /x must be writable, but it is not; use --cache DIR\n"
 

@@ -14,7 +14,7 @@ from autoattn.core.cache_entry import KERNEL, CacheEntry, Finalist
 from autoattn.core.trial import Energy, Evidence, Measurement, Outcome, Trial, Verdict
 from autoattn.core.variant import Variant
 
-ONE = Variant.of("triton/forward", {"BLOCK_M": 64})
+VARIANT = Variant.of("triton/forward", {"BLOCK_M": 64})
 RIGHT = Verdict(ok=True, checks=3, max_error=1e-3, rms_error=1e-4, allowed=2e-3)
 WRONG = dataclasses.replace(RIGHT, ok=False, reason="error 1 where 0.002 is allowed")
 
@@ -34,7 +34,7 @@ def test_outcomes_of_a_variant_and_of_the_machine_are_words_of_their_own() -> No
 
 def test_a_measured_time_speaks_before_a_predicted_one() -> None:
     both = Trial(
-        variant=ONE, outcome=Outcome.OK, prediction=prediction(500.0), measurement=measurement(problem(), 400.0)
+        variant=VARIANT, outcome=Outcome.OK, prediction=prediction(500.0), measurement=measurement(problem(), 400.0)
     )
     assert both.time_us == 400.0
     assert dataclasses.replace(both, measurement=None).time_us == 500.0
@@ -44,7 +44,7 @@ def test_a_measured_time_speaks_before_a_predicted_one() -> None:
 @pytest.mark.parametrize("outcome", [outcome for outcome in Outcome if outcome is not Outcome.OK])
 def test_a_trial_that_failed_has_no_time(outcome: Outcome) -> None:
     failed = Trial(
-        variant=ONE, outcome=outcome, prediction=prediction(500.0), measurement=measurement(problem(), 400.0)
+        variant=VARIANT, outcome=outcome, prediction=prediction(500.0), measurement=measurement(problem(), 400.0)
     )
     assert failed.time_us is None
 
@@ -60,7 +60,7 @@ def test_a_trial_survives_the_journals_format() -> None:
         verdict=entry.verdict,
         measurement=entry.measurement,
     )
-    for original in (trial, Trial(variant=ONE, outcome=Outcome.WRONG_RESULT, detail="error 1", verdict=WRONG)):
+    for original in (trial, Trial(variant=VARIANT, outcome=Outcome.WRONG_RESULT, detail="error 1", verdict=WRONG)):
         assert msgspec.json.decode(msgspec.json.encode(original), type=Trial) == original
 
 
@@ -149,7 +149,7 @@ def test_a_worst_case_that_nobody_can_have_measured_is_refused(changes: dict[str
 def test_entries_and_trials_are_frozen() -> None:
     frozen: list[tuple[Any, str]] = [
         (measured(), "choice"),
-        (Trial(variant=ONE, outcome=Outcome.OK), "outcome"),
+        (Trial(variant=VARIANT, outcome=Outcome.OK), "outcome"),
         (Measurement(median_us=1.0, p20_us=1.0, p80_us=1.0, samples=1, tflops=1.0), "median_us"),
     ]
     for value, name in frozen:

@@ -118,7 +118,7 @@ def test_lengths_of_nothing_give_zero_and_an_lse_of_minus_infinity(child: Pool) 
 def test_lengths_that_lie_stop_at_the_end_of_the_cache_and_at_zero(child: Pool, cache: KeyCache) -> None:
     problem = cached.problem(cache, (CAPACITY, 0), batch=2)
     honest = cached.run(child, problem, lengths=(CAPACITY, 0))
-    lying = cached.run(child, problem, lengths=(CAPACITY, 0), told=(2**31 - 1, -5))
+    lying = cached.run(child, problem, lengths=(CAPACITY, 0), read_lengths=(2**31 - 1, -5))
     assert all(torch.equal(left, right) for left, right in zip(honest, lying, strict=True))
 
 

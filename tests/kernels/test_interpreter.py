@@ -174,7 +174,7 @@ def facts(kind):
     shape = [size.value for size in value.shape]
     return [str(kind), kind.numel, shape, value.numel.value, str(value.dtype), str(theirs._get_np_dtype(kind))]
 
-def told():
+def described():
     pointers = tl.pointer_type(tl.float16)
     kinds = [tl.block_type(element, sizes) for element in (tl.int1, tl.bfloat16, pointers) for sizes in ([4], [4, 8])]
     return [facts(kind) for kind in kinds] + [[str(tl.tensor(None, kind).shape) for kind in (tl.int32, pointers)]]
@@ -202,9 +202,9 @@ semantic = TritonSemantic(theirs.interpreter_builder)
 wrong = [], [3], [2 ** 21], [2.0]
 sizes = (), (2,), (4,), (2, 4), (2, 1), (1, 4)
 pairs = [(left, right) for left in sizes for right in sizes]
-before = told(), [refusal(sizes) for sizes in wrong], [broadcast(*pair) for pair in pairs]
+before = described(), [refusal(sizes) for sizes in wrong], [broadcast(*pair) for pair in pairs]
 interpreter.repair()
-after = [told() for _ in range(2)][1], [refusal(sizes) for sizes in wrong], [broadcast(*pair) for pair in pairs]
+after = [described() for _ in range(2)][1], [refusal(sizes) for sizes in wrong], [broadcast(*pair) for pair in pairs]
 one, other = (tl.tensor(None, tl.block_type(tl.float32, [tl.constexpr(4)])) for _ in range(2))
 print(json.dumps([before == after, len(set(before[1])), one.shape is other.shape, one.type.shape is other.type.shape]))
 """

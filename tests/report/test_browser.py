@@ -21,7 +21,7 @@ PHONE, PAPER, DESKTOP = 390, 688, 1440  # CSS pixels; paper is A4 without its ma
 SECONDS = 2.0  # from the click to the first picture, of a report of a few problems; benchmarks/ has that of a hundred
 
 pytestmark = pytest.mark.skipif(
-    browser.found() is None, reason="needs Chromium in the PATH, or its path in AUTOATTN_CHROMIUM; found none"
+    browser.chromium_path() is None, reason="needs Chromium in the PATH, or its path in AUTOATTN_CHROMIUM; found none"
 )
 
 # For each chart: its size, and how many marks and lines it has; shown ones only.
@@ -74,7 +74,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    path = browser.found()
+    path = browser.chromium_path()
     assert path is not None
     with Browser(path, tmp_path_factory.mktemp("profile")) as opened:
         yield opened

@@ -30,7 +30,7 @@ from autoattn.search import shared_trials, storage
 pytestmark = pytest.mark.slow
 
 TUNER = SUPPORT / "unrehearsed.py"
-ONE = ("--dtype", "fp16", "--heads", "2", "--seq-q", "64", "--head-dim", "16", "--mask", "causal")
+OPTIONS = ("--dtype", "fp16", "--heads", "2", "--seq-q", "64", "--head-dim", "16", "--mask", "causal")
 TRIALS = 5
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -42,7 +42,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     running: list[subprocess.Popen[str]] = []
 
     def started(name: str, *arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, str(TUNER), "tune", "--device", "a30", *ONE, "--trials", str(TRIALS)]
+        command = [sys.executable, str(TUNER), "tune", "--device", "a30", *OPTIONS, "--trials", str(TRIALS)]
         running.append(
             subprocess.Popen(
                 [*command, "--jobs", "1", "--cache", str(tmp_path / name), *arguments],
@@ -144,7 +144,7 @@ def test_a_wrong_password_ends_the_command_in_one_sentence(
     tmp_path: Path,
 ) -> None:
     url = f"postgresql://tuner:s3cret@127.0.0.1:{postgres_server.port}/postgres"
-    assert run(["tune", "--device", "a30", *ONE, "--cache", str(tmp_path), "--storage", url]) == 1
+    assert run(["tune", "--device", "a30", *OPTIONS, "--cache", str(tmp_path), "--storage", url]) == 1
     out = "".join(capsys.readouterr())
     (line,) = [line for line in out.splitlines() if line.startswith("autoattn: ")]
     assert "must let its user in" in line

@@ -33,7 +33,20 @@ from autoattn.workers.worker_pool import Pool
 
 pytestmark = pytest.mark.gpu
 
-ASKED = ("--dtype", "bf16", "--batch", "4", "--heads", "16", "--seq-q", "1024", "--head-dim", "64", "--mask", "causal")
+OPTIONS = (
+    "--dtype",
+    "bf16",
+    "--batch",
+    "4",
+    "--heads",
+    "16",
+    "--seq-q",
+    "1024",
+    "--head-dim",
+    "64",
+    "--mask",
+    "causal",
+)
 PROBLEM = replace(kernels.problem(mask="causal"), dtype=samples.problem().dtype)
 
 
@@ -126,7 +139,7 @@ def test_two_tuners_with_a_card_each_share_a_study(cards: tuple[str, ...], tmp_p
     url = f"sqlite:///{tmp_path / 'trials.db'}"
     commands = []
     for place, card in enumerate(cards):
-        arguments = ["tune", "--device", "auto", *ASKED, "--trials", "12", "--storage", url]
+        arguments = ["tune", "--device", "auto", *OPTIONS, "--trials", "12", "--storage", url]
         commands.append(
             subprocess.Popen(
                 [sys.executable, "-m", "autoattn", *arguments, "--cache", str(tmp_path / str(place))],

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.sampled
 HERE = Path(__file__).parent
 SPACE = replace(WHOLE, choices={**WHOLE.choices, "c": ("w", "x")})  # of which 30 points are feasible
 KINDS = ("journal", "sqlite", "postgresql", "mysql", "grpc")
-ONE, OTHER = variant(2, 2), variant(4, 4)
+FIRST, SECOND = variant(2, 2), variant(4, 4)
 
 Open = Callable[..., Ledger]
 
@@ -97,35 +97,35 @@ def studied(ledger: Ledger, **changes: Any) -> Study:
 
 def test_what_one_tries_no_other_tries_and_what_it_finished_all_know(open_ledger: Open) -> None:
     first, second = open_ledger(), open_ledger()
-    assert first.claim(ONE)
-    assert not second.claim(ONE)
-    assert second.claim(OTHER)
-    first.finish(trial(ONE), 1.0)
-    second.finish(failed(OTHER), 2.0)
-    assert first.news().finished == [failed(OTHER)]
-    assert second.news().finished == [trial(ONE)]
-    assert not first.claim(OTHER)
-    assert not second.claim(ONE)
+    assert first.claim(FIRST)
+    assert not second.claim(FIRST)
+    assert second.claim(SECOND)
+    first.finish(trial(FIRST), 1.0)
+    second.finish(failed(SECOND), 2.0)
+    assert first.news().finished == [failed(SECOND)]
+    assert second.news().finished == [trial(FIRST)]
+    assert not first.claim(SECOND)
+    assert not second.claim(FIRST)
     assert first.news() == second.news() == shared_trials.News(finished=[], freed=[])
-    assert open_ledger().news().finished == [trial(ONE), failed(OTHER)]
+    assert open_ledger().news().finished == [trial(FIRST), failed(SECOND)]
 
 
 def test_a_claim_that_is_given_up_is_free_for_others_who_hear_of_it(open_ledger: Open) -> None:
     first, second = open_ledger(), open_ledger()
-    assert first.claim(ONE)
+    assert first.claim(FIRST)
     second.news()
-    assert list(second.claimed) == [ONE]
+    assert list(second.claimed) == [FIRST]
     first.leave()
-    assert second.news().freed == [ONE]
+    assert second.news().freed == [FIRST]
     assert second.claimed == {}
-    assert second.claim(ONE)
+    assert second.claim(FIRST)
 
 
 def test_studies_of_two_names_know_nothing_of_each_other(open_ledger: Open) -> None:
     first, second = open_ledger("one"), open_ledger("two")
-    assert first.claim(ONE)
-    assert second.claim(ONE)
-    first.finish(trial(ONE), 1.0)
+    assert first.claim(FIRST)
+    assert second.claim(FIRST)
+    first.finish(trial(FIRST), 1.0)
     assert second.news().finished == []
 
 
@@ -219,9 +219,9 @@ sys.path[:0] = sys.argv[4:]
 import test_shared_trials
 from autoattn.search.shared_trials import Ledger, News, Owner
 one = Ledger(sys.argv[2], test_shared_trials.kept(sys.argv[1]), test_shared_trials.SPACE)
-assert one.claim(test_shared_trials.OTHER)
-one.finish(test_shared_trials.trial(test_shared_trials.OTHER), 1.0)
-assert one.claim(test_shared_trials.ONE)
+assert one.claim(test_shared_trials.SECOND)
+one.finish(test_shared_trials.trial(test_shared_trials.SECOND), 1.0)
+assert one.claim(test_shared_trials.FIRST)
 Path(sys.argv[3]).write_text("ready")
 time.sleep(600)
 """
@@ -249,16 +249,16 @@ def test_a_killed_process_loses_what_it_was_trying_and_nothing_else(
 ) -> None:
     name, process = claimer
     alive = open_ledger(name)
-    assert alive.news().finished == [trial(OTHER)]
-    assert list(alive.claimed) == [ONE]
-    assert not alive.claim(ONE)
+    assert alive.news().finished == [trial(SECOND)]
+    assert list(alive.claimed) == [FIRST]
+    assert not alive.claim(FIRST)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    assert alive.news() == shared_trials.News(finished=[], freed=[ONE])
-    assert alive.claim(ONE)
+    assert alive.news() == shared_trials.News(finished=[], freed=[FIRST])
+    assert alive.claim(FIRST)
     fresh = open_ledger(name)
-    assert fresh.news().finished == [trial(OTHER)]
-    assert list(fresh.claimed) == [ONE], "by the one that is alive"
+    assert fresh.news().finished == [trial(SECOND)]
+    assert list(fresh.claimed) == [FIRST], "by the one that is alive"
 
 
 def test_a_killed_process_that_nobody_buried_is_dead(
@@ -268,7 +268,7 @@ def test_a_killed_process_that_nobody_buried_is_dead(
     alive = open_ledger(name)
     os.kill(process.pid, signal.SIGKILL)
     for _ in range(500):  # it stays a zombie as long as nobody waits for it
-        if alive.claim(ONE):
+        if alive.claim(FIRST):
             return
         time.sleep(0.01)
     pytest.fail("the claim of a zombie holds")
@@ -278,8 +278,8 @@ def test_a_process_number_that_came_again_is_another_process(open_ledger: Open) 
     first, second = open_ledger(), open_ledger()
     owner = Owner.parse(first.owner)
     first.owner = str(Owner(machine=owner.machine, process=owner.process, begun="1", unique="x"))
-    assert first.claim(ONE)
-    assert second.claim(ONE)
+    assert first.claim(FIRST)
+    assert second.claim(FIRST)
 
 
 @pytest.fixture
@@ -294,45 +294,45 @@ def elsewhere(open_ledger: Open, monkeypatch: pytest.MonkeyPatch) -> Ledger:
 
 
 def watched(ledger: Ledger, seconds: float) -> bool:
-    """Whether the claim on ONE held that long."""
+    """Whether the claim on FIRST held that long."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         ledger.news()
-        if ONE not in ledger.claimed:
+        if FIRST not in ledger.claimed:
             return False
         time.sleep(0.05)
     return True
 
 
 def test_a_machine_that_gives_signs_of_life_keeps_its_claims(elsewhere: Ledger, open_ledger: Open) -> None:
-    assert elsewhere.claim(ONE)
+    assert elsewhere.claim(FIRST)
     assert watched(open_ledger(), 2.5)
 
 
 def test_a_machine_that_falls_silent_loses_its_claims(elsewhere: Ledger, open_ledger: Open) -> None:
-    assert elsewhere.claim(ONE)
+    assert elsewhere.claim(FIRST)
     ledger = open_ledger()
     assert watched(ledger, 0.5)
     elsewhere.gone.set()  # as after kill -9, or when its cable is pulled
     assert not watched(ledger, 10.0)
-    assert ledger.claim(ONE)
+    assert ledger.claim(FIRST)
 
 
 def test_what_a_process_finished_after_it_was_taken_for_dead_is_kept(elsewhere: Ledger, open_ledger: Open) -> None:
-    assert elsewhere.claim(ONE)
+    assert elsewhere.claim(FIRST)
     elsewhere.gone.set()
     ledger = open_ledger()
     assert not watched(ledger, 10.0)
-    elsewhere.finish(trial(ONE), 1.0)
-    assert ledger.news().finished == [trial(ONE)]
-    assert open_ledger().news().finished == [trial(ONE)]
+    elsewhere.finish(trial(FIRST), 1.0)
+    assert ledger.news().finished == [trial(FIRST)]
+    assert open_ledger().news().finished == [trial(FIRST)]
 
 
 def test_what_has_an_outcome_is_finished_also_when_its_process_died_before_it_said_so(
     open_ledger: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = open_ledger()
-    assert first.claim(ONE)
+    assert first.claim(FIRST)
 
     def killed(*_: object) -> None:
         raise SystemExit
@@ -340,10 +340,10 @@ def test_what_has_an_outcome_is_finished_also_when_its_process_died_before_it_sa
     with monkeypatch.context() as patch:
         patch.setattr(first.storage, "set_trial_state_values", killed)
         with pytest.raises(SystemExit):
-            first.finish(trial(ONE), 1.0)
+            first.finish(trial(FIRST), 1.0)
     second = open_ledger()
-    assert second.news().finished == [trial(ONE)]
-    assert not second.claim(ONE)
+    assert second.news().finished == [trial(FIRST)]
+    assert not second.claim(FIRST)
 
 
 def test_every_outcome_and_report_comes_back_as_it_was(open_ledger: Open) -> None:
@@ -361,13 +361,13 @@ def test_every_outcome_and_report_comes_back_as_it_was(open_ledger: Open) -> Non
 @pytest.mark.parametrize("outcome", [outcome for outcome in Outcome if outcome.of_environment])
 def test_what_the_machine_is_to_blame_for_is_never_written(tmp_path: Path, outcome: Outcome) -> None:
     first = Ledger("one", storage.journal(tmp_path / "one.journal"), SPACE)
-    assert first.claim(ONE)
+    assert first.claim(FIRST)
     with pytest.raises(ValueError, match="says nothing of its variant"):
-        first.finish(replace(trial(ONE), outcome=outcome, detail="no"), 1.0)
-    first.give_up(ONE)
+        first.finish(replace(trial(FIRST), outcome=outcome, detail="no"), 1.0)
+    first.give_up(FIRST)
     second = Ledger("one", storage.journal(tmp_path / "one.journal"), SPACE)
     assert second.news() == News(finished=[], freed=[])
-    assert second.claim(ONE), "whoever comes next tries it"
+    assert second.claim(FIRST), "whoever comes next tries it"
 
 
 @pytest.mark.parametrize(
@@ -383,12 +383,12 @@ def test_failures_of_the_machine_that_an_older_version_wrote_are_tried_anew(
     tmp_path: Path, outcome: Outcome, detail: str, blamed: bool
 ) -> None:
     first = Ledger("one", storage.journal(tmp_path / "one.journal"), SPACE)
-    assert first.claim(ONE)
-    written = replace(trial(ONE), outcome=outcome, detail=detail)
+    assert first.claim(FIRST)
+    written = replace(trial(FIRST), outcome=outcome, detail=detail)
     first.finish(written, 1.0)
     second = Ledger("one", storage.journal(tmp_path / "one.journal"), SPACE)
     assert second.news().finished == [written] * blamed
-    assert second.claim(ONE) is not blamed
+    assert second.claim(FIRST) is not blamed
 
 
 # A journal's own
@@ -397,18 +397,18 @@ def test_failures_of_the_machine_that_an_older_version_wrote_are_tried_anew(
 def test_a_line_that_a_killed_process_left_half_written_harms_nobody_who_goes_on(tmp_path: Path) -> None:
     journal = tmp_path / "one.journal"
     first, second = (Ledger("one", storage.journal(journal), SPACE) for _ in range(2))
-    assert first.claim(ONE)
+    assert first.claim(FIRST)
     with journal.open("ab") as file:
         file.write(b'{"op_code":4,"worker_id":"half')
-    first.finish(trial(ONE), 1.0)
-    assert second.news().finished == [trial(ONE)]
-    assert Ledger("one", storage.journal(journal), SPACE).news().finished == [trial(ONE)]
+    first.finish(trial(FIRST), 1.0)
+    assert second.news().finished == [trial(FIRST)]
+    assert Ledger("one", storage.journal(journal), SPACE).news().finished == [trial(FIRST)]
 
 
 def test_a_trial_of_another_space_is_refused_in_a_sentence(open_ledger: Open) -> None:
     name = f"study {uuid.uuid4()}"  # a proxy's storage holds those of other tests too
     first = open_ledger(name)
-    first.finish(trial(ONE), 1.0)
+    first.finish(trial(FIRST), 1.0)
     whole = optuna.load_study(study_name=name, storage=first.storage)
     (other,) = whole.get_trials()
     other.user_attrs["trial"]["variant"]["params"][0] = ["a", 99]

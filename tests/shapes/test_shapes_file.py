@@ -17,7 +17,7 @@ from autoattn.core.sequence_lengths import KeyLengths
 from autoattn.errors import ShapesError
 from autoattn.shapes import shapes_file
 
-ONE: dict[str, Any] = {"dtype": "bfloat16", "batch": 2, "heads": 4, "seq": 128, "head_dim": 64}
+FIELDS: dict[str, Any] = {"dtype": "bfloat16", "batch": 2, "heads": 4, "seq": 128, "head_dim": 64}
 
 
 def file_of(*problems: object, **top: object) -> dict[str, Any]:
@@ -29,8 +29,8 @@ def problems_of(*problems: object, **top: object) -> list[Problem]:
 
 
 def the_problem(**changes: object) -> Problem:
-    """The single problem that ONE with changes stands for; None removes a key."""
-    values = {key: value for key, value in {**ONE, **changes}.items() if value is not None}
+    """The single problem that FIELDS with changes stands for; None removes a key."""
+    values = {key: value for key, value in {**FIELDS, **changes}.items() if value is not None}
     (problem,) = problems_of(values)
     return problem
 
@@ -81,11 +81,11 @@ def test_precision_is_the_key_of_what_stands_behind_the_dtype(precision: Precisi
 
 
 def test_a_list_of_precisions_is_a_grid_and_a_default_precision_serves_float32() -> None:
-    named = problems_of({**ONE, "dtype": "fp32", "precision": ["ieee", "tf32", "tf32x3"]})
+    named = problems_of({**FIELDS, "dtype": "fp32", "precision": ["ieee", "tf32", "tf32x3"]})
     assert [problem.precision for problem in named] == list(Precision)
-    (problem,) = problems_of({**ONE, "dtype": "float32"}, defaults={"precision": "tf32"})
+    (problem,) = problems_of({**FIELDS, "dtype": "float32"}, defaults={"precision": "tf32"})
     assert problem.precision is Precision.TF32
-    assert "got precision: tf32 with bfloat16" in refusal(file_of(ONE, defaults={"precision": "tf32"}))
+    assert "got precision: tf32 with bfloat16" in refusal(file_of(FIELDS, defaults={"precision": "tf32"}))
 
 
 def test_lengths_have_three_spellings() -> None:
@@ -105,7 +105,7 @@ def test_windows_and_block_tables_are_masks() -> None:
 
 def test_a_window_wider_than_the_sequence_is_the_mask_that_it_comes_to() -> None:
     assert the_problem(mask="window:127,0") == the_problem(mask="causal")
-    assert problems_of({**ONE, "mask": ["window:500,500", "full", "window:-1,-1"]}) == [the_problem()]
+    assert problems_of({**FIELDS, "mask": ["window:500,500", "full", "window:-1,-1"]}) == [the_problem()]
     assert the_problem(mask="window:126,0").mask.left == 126
 
 
@@ -126,21 +126,21 @@ def test_packed_sequences_say_how_many_tokens_they_have() -> None:
 def test_numerics_may_be_a_list_and_are_any_where_nothing_is_said() -> None:
     assert the_problem().numerics is Numerics.ANY
     assert the_problem(numerics="online").numerics is Numerics.ONLINE
-    both = problems_of({**ONE, "numerics": ["any", "online"]})
+    both = problems_of({**FIELDS, "numerics": ["any", "online"]})
     assert both == [the_problem(), the_problem(numerics="online")]
     for wrong in ("first_max", True, 1):
-        document = {"version": 1, "groups": {"g": {"problems": [{**ONE, "numerics": wrong}]}}}
+        document = {"version": 1, "groups": {"g": {"problems": [{**FIELDS, "numerics": wrong}]}}}
         assert f"numerics must be any or online, got {wrong!r}; correct it" in refusal(document)
 
 
 def test_gradients_may_have_to_repeat_to_the_bit() -> None:
-    both = problems_of({**ONE, "operation": "backward", "deterministic": [False, True]})
+    both = problems_of({**FIELDS, "operation": "backward", "deterministic": [False, True]})
     assert [problem.deterministic for problem in both] == [False, True]
     for wrong, words in (
         ("yes", "deterministic must be true or false, got 'yes'"),
         (True, "backward alone, got forward"),
     ):
-        document = {"version": 1, "groups": {"g": {"problems": [{**ONE, "deterministic": wrong}]}}}
+        document = {"version": 1, "groups": {"g": {"problems": [{**FIELDS, "deterministic": wrong}]}}}
         assert words in refusal(document)
 
 
@@ -150,7 +150,7 @@ def test_modifiers_are_switches_words_and_expressions() -> None:
     assert the_problem(**every).modifiers == Modifiers(softcap=True, alibi=True, sinks=True, dropout=True)
     sloped = the_problem(operation="backward", alibi=True, learned_slopes=True)
     assert sloped.modifiers == Modifiers(alibi=True, learned_slopes=True)
-    biases = problems_of({**ONE, "bias": ["none", "keys", "boolean", "additive"]})
+    biases = problems_of({**FIELDS, "bias": ["none", "keys", "boolean", "additive"]})
     assert [problem.modifiers.bias for problem in biases] == list(Bias)[:4]
     text = "far = q_idx - kv_idx > 9\nwhere(far, -inf, score)"
     assert the_problem(score_mod=f"{text}\n").modifiers == Modifiers(score_mod=text)
@@ -232,20 +232,20 @@ def test_modifiers_are_switches_words_and_expressions() -> None:
     ],
 )
 def test_a_wrong_problem_is_refused_at_its_place(changes: dict[str, object], fault: str) -> None:
-    wrong = {key: value for key, value in {**ONE, **changes}.items() if value is not None}
-    message = refusal(file_of(ONE, wrong))
+    wrong = {key: value for key, value in {**FIELDS, **changes}.items() if value is not None}
+    message = refusal(file_of(FIELDS, wrong))
     assert message.startswith("f.yaml: group 'one', problem 2")
     assert re.search(fault, message), message
 
 
-@pytest.mark.parametrize("problem", [None, 1, "x", [ONE]])
+@pytest.mark.parametrize("problem", [None, 1, "x", [FIELDS]])
 def test_a_problem_is_a_mapping(problem: object) -> None:
     assert "problem 1 must be a mapping" in refusal(file_of(problem))
 
 
 def test_a_null_value_is_not_an_absent_one() -> None:
     assert "heads_kv must be a whole number from 1 to 2147483647, got nothing" in refusal(
-        file_of({**ONE, "heads_kv": None})
+        file_of({**FIELDS, "heads_kv": None})
     )
 
 
@@ -253,14 +253,14 @@ def test_a_null_value_is_not_an_absent_one() -> None:
 
 
 def test_lists_are_grids_and_the_last_key_changes_fastest() -> None:
-    grid = problems_of({**ONE, "batch": [2, 1], "seq": [128, "64x256"], "mask": ["full", "causal"]})
+    grid = problems_of({**FIELDS, "batch": [2, 1], "seq": [128, "64x256"], "mask": ["full", "causal"]})
     assert [(p.batch, p.seq_q, p.mask.causal) for p in grid] == [
         (batch, seq, causal) for batch in (2, 1) for seq in (128, 64) for causal in (False, True)
     ]
 
 
 def test_the_lists_of_defaults_are_the_outer_loops() -> None:
-    own = {key: value for key, value in ONE.items() if key not in ("dtype", "batch")}
+    own = {key: value for key, value in FIELDS.items() if key not in ("dtype", "batch")}
     grid = problems_of({**own, "head_dim": [32, 64]}, defaults={"dtype": ["fp16", "bf16"], "batch": 1})
     assert [(p.dtype, p.head_dim) for p in grid] == [
         (dtype, head_dim) for dtype in (DType.FLOAT16, DType.BFLOAT16) for head_dim in (32, 64)
@@ -270,7 +270,7 @@ def test_the_lists_of_defaults_are_the_outer_loops() -> None:
 def test_the_nearest_value_counts() -> None:
     document = {
         "version": 1,
-        "defaults": {**ONE, "batch": 1, "heads": 1, "head_dim": 16},
+        "defaults": {**FIELDS, "batch": 1, "heads": 1, "head_dim": 16},
         "groups": {"one": {"defaults": {"heads": 2, "head_dim": 32}, "problems": [{"head_dim": 64}, {}]}},
     }
     problems = [named.problem for named in shapes_file.parse(document, "f.yaml")]
@@ -289,7 +289,7 @@ def test_the_nearest_value_counts() -> None:
 def test_the_other_spelling_of_a_default_gives_way(
     below: dict[str, Any], above: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    values = {key: value for key, value in ONE.items() if key != "seq"}
+    values = {key: value for key, value in FIELDS.items() if key != "seq"}
     document = file_of({**values, "seq": 64, **above}, defaults=below)
     if "seq_q" in above:
         document = file_of({**values, **above}, defaults=below)
@@ -299,14 +299,14 @@ def test_the_other_spelling_of_a_default_gives_way(
 
 def test_a_spelling_that_gave_way_does_not_come_back() -> None:
     document = file_of({"seq_q": 1})
-    document["defaults"] = {key: value for key, value in ONE.items() if key != "seq"} | {"seq_q": 2, "seq_kv": 3}
+    document["defaults"] = {key: value for key, value in FIELDS.items() if key != "seq"} | {"seq_q": 2, "seq_kv": 3}
     document["groups"]["one"]["defaults"] = {"seq": 64}
     assert "must say seq_kv" in refusal(document)  # the file's seq_kv went when the group said seq
 
 
 def test_wrong_defaults_are_refused_at_their_place() -> None:
-    assert refusal(file_of(ONE, defaults={"batch": 0})).startswith("f.yaml: defaults: batch must be")
-    document = file_of(ONE)
+    assert refusal(file_of(FIELDS, defaults={"batch": 0})).startswith("f.yaml: defaults: batch must be")
+    document = file_of(FIELDS)
     document["groups"]["one"]["defaults"] = {"seq": 1, "seq_q": 1}
     assert refusal(document).startswith("f.yaml: group 'one': defaults gives seq and seq_q")
     document["groups"]["one"]["defaults"] = [1]
@@ -315,11 +315,11 @@ def test_wrong_defaults_are_refused_at_their_place() -> None:
 
 def test_a_grid_above_ten_thousand_is_refused_before_it_unfolds() -> None:
     numbers = list(range(1, 101))
-    assert len(problems_of({**ONE, "batch": numbers, "seq": numbers})) == 10_000
-    message = refusal(file_of(ONE, {**ONE, "batch": numbers, "seq": numbers}))
+    assert len(problems_of({**FIELDS, "batch": numbers, "seq": numbers})) == 10_000
+    message = refusal(file_of(FIELDS, {**FIELDS, "batch": numbers, "seq": numbers}))
     assert message == "f.yaml: group 'one', problem 2 takes the file above 10000 problems; shorten its lists"
     huge = list(range(1, 1000))
-    refusal(file_of({key: "bf16" if key == "dtype" else huge for key in ONE}))  # 10^12 of them, at once
+    refusal(file_of({key: "bf16" if key == "dtype" else huge for key in FIELDS}))  # 10^12 of them, at once
 
 
 # Groups
@@ -329,9 +329,9 @@ def test_a_problem_listed_twice_is_one_with_all_its_groups() -> None:
     document = {
         "version": 1,
         "groups": {
-            "first": {"problems": [ONE, ONE, {**ONE, "batch": 9}]},
-            "second": {"problems": [{**ONE, "mask": "full"}]},
-            "third": {"problems": [{**ONE, "batch": [8, 9]}]},
+            "first": {"problems": [FIELDS, FIELDS, {**FIELDS, "batch": 9}]},
+            "second": {"problems": [{**FIELDS, "mask": "full"}]},
+            "third": {"problems": [{**FIELDS, "batch": [8, 9]}]},
         },
     }
     named_problems = shapes_file.parse(document, "f.yaml")
@@ -356,15 +356,15 @@ def test_a_problem_listed_twice_is_one_with_all_its_groups() -> None:
         ({"version": 1, 7: {}}, "unknown key 7"),
         ({"version": 1}, "groups must be a mapping of names to values, got nothing"),
         ({"version": 1, "groups": {}}, "groups must name at least one group, got none"),
-        ({"version": 1, "groups": [ONE]}, "groups must be a mapping"),
+        ({"version": 1, "groups": [FIELDS]}, "groups must be a mapping"),
         ({"version": 1, "groups": {"a": None}}, "group 'a' must be a mapping of names to values, got nothing"),
         ({"version": 1, "groups": {"a": {}}}, "group 'a' must list at least one problem, got nothing"),
         ({"version": 1, "groups": {"a": {"problems": []}}}, r"group 'a' must list at least one problem, got \[\]"),
-        ({"version": 1, "groups": {"a": {"problems": ONE}}}, "group 'a' must list at least one problem"),
-        ({"version": 1, "groups": {"a": {"problem": [ONE]}}}, "unknown key 'problem'; did you mean problems?"),
-        ({"version": 1, "groups": {3: {"problems": [ONE]}}}, "group 3 must have a text for its name"),
-        ({"version": 1, "groups": {"": {"problems": [ONE]}}}, "group '' must have a text for its name"),
-        ({"version": 1, "groups": {"a": {"description": 1, "problems": [ONE]}}}, "description must be text, got 1"),
+        ({"version": 1, "groups": {"a": {"problems": FIELDS}}}, "group 'a' must list at least one problem"),
+        ({"version": 1, "groups": {"a": {"problem": [FIELDS]}}}, "unknown key 'problem'; did you mean problems?"),
+        ({"version": 1, "groups": {3: {"problems": [FIELDS]}}}, "group 3 must have a text for its name"),
+        ({"version": 1, "groups": {"": {"problems": [FIELDS]}}}, "group '' must have a text for its name"),
+        ({"version": 1, "groups": {"a": {"description": 1, "problems": [FIELDS]}}}, "description must be text, got 1"),
     ],
 )
 def test_a_wrong_file_is_refused(document: object, fault: str) -> None:
@@ -373,12 +373,12 @@ def test_a_wrong_file_is_refused(document: object, fault: str) -> None:
 
 def test_published_tables_are_not_read() -> None:
     for published in (None, 1, {"tables": {"a": {"rows": [[1, 2], "anything"]}}}):
-        assert len(problems_of(ONE, published=published)) == 1
+        assert len(problems_of(FIELDS, published=published)) == 1
 
 
 @pytest.mark.parametrize("key", ["batch", "seq", "mask", "causal", "dtype", "layout", "x" * 100_000])
 def test_long_values_are_cut_in_messages(key: str) -> None:
-    assert len(refusal(file_of({**ONE, key: "x" * 100_000}))) < 400
+    assert len(refusal(file_of({**FIELDS, key: "x" * 100_000}))) < 400
     assert len(refusal({"version": 1, "groups": {"g" * 100_000: None}})) < 350
 
 
@@ -387,7 +387,7 @@ def test_long_values_are_cut_in_messages(key: str) -> None:
 
 def test_load_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(file_of(ONE)))
+    path.write_text(yaml.safe_dump(file_of(FIELDS)))
     assert [named.groups for named in shapes_file.load(path)] == [("one",)]
     for content in ("", "version: 1\nversion: 1\n", "a: [", "version: 2\n"):
         path.write_text(content)

@@ -25,7 +25,7 @@ LAUNCH = (
 LOUD = ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Network.loadingFailed")
 
 
-def found() -> str | None:
+def chromium_path() -> str | None:
     """The browser's path; None where there is none."""
     wanted = os.environ.get("AUTOATTN_CHROMIUM")
     return wanted or next((path for name in NAMES if (path := shutil.which(name))), None)

@@ -119,7 +119,7 @@ class CachedRun:
     variant: Variant
     lengths: tuple[int, ...] = LENGTHS
     seed: int = 0
-    told: tuple[int, ...] | None = None  # the lengths that the kernel reads, where they lie
+    read_lengths: tuple[int, ...] | None = None  # those that the kernel reads, where they lie
 
     def run(self, memory: dict[Hashable, Any]) -> tuple[Tensor, Tensor]:
         """Output and LSE."""
@@ -127,9 +127,11 @@ class CachedRun:
         from autoattn.codegen import render
 
         given = operands(self.problem, self.lengths, seed=self.seed)
-        if self.told is not None:
+        if self.read_lengths is not None:
             assert given.cache is not None
-            given = replace(given, cache=replace(given.cache, lengths=torch.tensor(self.told, dtype=torch.int32)))
+            given = replace(
+                given, cache=replace(given.cache, lengths=torch.tensor(self.read_lengths, dtype=torch.int32))
+            )
         traits = forward.traits_of(given.query, given.key, given.value, lse=True)
         kernel = load(render.render(self.problem, self.variant, traits), CPU)
         output = output_check.empty_output(self.problem, 0, CPU)
@@ -140,7 +142,7 @@ class CachedRun:
 
 def run(child: Pool, problem: Problem, **changes: Any) -> tuple[Tensor, Tensor]:
     """Output and LSE of the smallest variant, changed; `lengths`, `seed` and `told` are those of CachedRun."""
-    facts = {name: changes.pop(name) for name in ("lengths", "seed", "told") if name in changes}
+    facts = {name: changes.pop(name) for name in ("lengths", "seed", "read_lengths") if name in changes}
     outcome = child.result(CachedRun(problem=problem, variant=kernels.variant(**changes), **facts), SECONDS)
     assert not isinstance(outcome, Failure), f"{outcome.outcome.value}: {outcome.detail}"
     output, lse = outcome

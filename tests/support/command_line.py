@@ -20,8 +20,8 @@ ROOT = CHECKOUT
 COMMANDS = (
     "init", "tune", "warm", "show", "explain", "render", "verify", "report", "bench", "ablate", "devices", "cache",
 )  # fmt: skip
-ONE = ("--dtype", "bf16", "--batch", "4", "--heads", "32", "--heads-kv", "8", "--seq-q", "1024", "--seq-kv", "4096",
-       "--head-dim", "128", "--mask", "causal")  # fmt: skip
+CALL = ("--dtype", "bf16", "--batch", "4", "--heads", "32", "--heads-kv", "8", "--seq-q", "1024", "--seq-kv", "4096",
+        "--head-dim", "128", "--mask", "causal")  # fmt: skip
 SHAPES = """
 version: 1
 defaults: {dtype: bf16, batch: 4, heads: 32, head_dim: 128}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cache_files import FORWARD_FILE
-from command_line import ONE, Run, assert_one_sentence, autoattn, no_card, shapes  # noqa: F401 - fixtures
+from command_line import CALL, Run, assert_one_sentence, autoattn, no_card, shapes  # noqa: F401 - fixtures
 
 from autoattn.core.device import Device
 from autoattn.core.problem import Problem

@@ -61,7 +61,7 @@ PADDING = torch.tensor([[True] * 5 + [False] * 2, [True] * 7])[:, None, None, :]
 PAIRS = noise(1, 4, 5, 7) > -0.5
 ADDED = torch.where(noise(2, 1, 5, 7, seed=8) > -1.0, noise(5, 7, seed=9), -math.inf)
 FAR = formula.distance(5, 7)
-ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # arguments of the call, and the same of the formula
+ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # arguments of the call, and the same of the formula
     "window": ({"window": (2, 1)}, {"keep": formula.band(5, 7, 2, 1)}),
     "window, no left bound": ({"window": (-1, 1)}, {"keep": formula.band(5, 7, -1, 1)}),
     "window, no right bound": ({"window": (2, -1)}, {"keep": formula.band(5, 7, 2, -1)}),

@@ -46,10 +46,12 @@ class Call:
     def right(self, **changes: Any) -> Tensor:
         """The answer in float32, rounded to the output's type; with changes, of changed inputs."""
         precise = torch.float64 if self.output.dtype is torch.float32 else torch.float32
-        answer, _ = attention_formula.attention(*self.asked(**changes), dtype=precise)
+        answer, _ = attention_formula.attention(*self.problem_and_operands(**changes), dtype=precise)
         return answer.to(self.output.dtype)
 
-    def asked(self, *, mask: Mask | None = None, precision: Precision | None = None, **changes: Any) -> Any:
+    def problem_and_operands(
+        self, *, mask: Mask | None = None, precision: Precision | None = None, **changes: Any
+    ) -> Any:
         """The problem and the operands of this launch, or of changed ones."""
         tensors = {"query": self.query, "key": self.key, "value": self.value, "scale": self.scale, **self.scales}
         operands = Operands(**{**tensors, **changes})
@@ -253,7 +255,7 @@ def errs_in_one_element_of_a_late_head(call: Call) -> None:
 
 def sums_in_sixteen_bits(call: Call) -> None:
     scores = (call.query * call.scale) @ call.key.repeat_interleave(call.query.shape[1] // call.key.shape[1], 1).mT
-    hidden = ~attention_formula.visible(*call.asked(), torch.arange(call.query.shape[2]))  # type: ignore[call-arg]
+    hidden = ~attention_formula.visible(*call.problem_and_operands(), torch.arange(call.query.shape[2]))  # type: ignore[call-arg]
     weights = scores.float().masked_fill(hidden, -math.inf).softmax(-1).nan_to_num(0.0).bfloat16()
     value = call.value.repeat_interleave(call.query.shape[1] // call.key.shape[1], 1).bfloat16()
     acc = torch.zeros(call.output.shape, dtype=torch.bfloat16)

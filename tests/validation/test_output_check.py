@@ -70,7 +70,7 @@ def test_a_right_kernel_passes(problem: Problem) -> None:
 def test_the_same_maths_in_the_low_precision_passes(problem: Problem) -> None:
     def rough(call: Call) -> None:
         with torch.backends.mkldnn.flags(enabled=False):  # with AMX, its bfloat16 products of wild inputs gave NaN
-            call.output.copy_(attention_formula.low_precision(*call.asked()))
+            call.output.copy_(attention_formula.low_precision(*call.problem_and_operands()))
 
     verdict = judged(rough, problem)
     assert verdict.ok, verdict.reason
@@ -99,7 +99,7 @@ def test_the_tiny_gate_refuses_a_kernel_that(body: Body, problem: Problem | None
 
 def test_products_in_tf32_are_refused_where_float32_was_asked_for() -> None:
     def coarse(call: Call) -> None:
-        call.output.copy_(attention_formula.low_precision(*call.asked(precision=Precision.TF32)))
+        call.output.copy_(attention_formula.low_precision(*call.problem_and_operands(precision=Precision.TF32)))
 
     problem = kernels.problem(dtype=DType.FLOAT32, head_dim=64)
     assert not judged(coarse, problem).ok
@@ -231,7 +231,7 @@ def test_a_kernel_with_an_lse_gets_room_for_it() -> None:
         rooms.append(call.lse)
         right(call)
         if call.lse is not None:
-            call.lse.copy_(attention_formula.attention(*call.asked())[1])
+            call.lse.copy_(attention_formula.attention(*call.problem_and_operands())[1])
 
     case = case_of(kernels.problem())
     for lse in (False, True):
@@ -265,7 +265,7 @@ def test_an_lse_is_refused_that_is(wrong: Callable[[Tensor], Tensor]) -> None:
     def errs(call: Call) -> None:
         right(call)
         if call.lse is not None:
-            call.lse.copy_(wrong(attention_formula.attention(*call.asked())[1]))
+            call.lse.copy_(wrong(attention_formula.attention(*call.problem_and_operands())[1]))
 
     planted = Planted(problem=CAUSAL, body=errs, traits=Traits(lse=True))
     verdict = gate(CAUSAL).judge(planted)  # type: ignore[arg-type]

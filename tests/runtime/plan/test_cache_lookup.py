@@ -31,8 +31,8 @@ from autoattn.runtime.plan.explanations import Level
 H200, A30 = samples.H200, samples.A30
 H100 = device_profiles.named("h100")
 TEMPLATE = "triton/forward"
-ASKED = samples.problem()
-# Of the same kernels as ASKED: in its bucket, and half an octave to two octaves away.
+PROBLEM = samples.problem()
+# Of the same kernels as PROBLEM: in its bucket, and half an octave to two octaves away.
 IN_BUCKET = samples.problem(seq_q=1000)
 NEAR = samples.problem(seq_q=2048)
 FAR = samples.problem(seq_q=2048, seq_kv=8192)
@@ -63,7 +63,7 @@ def written(folder: Path, *entries: CacheEntry, device: Device = H200) -> Path:
     return folder
 
 
-def explained(folder: Path, problem: Problem = ASKED, device: Device | None = H200) -> explanations.Explanation:
+def explained(folder: Path, problem: Problem = PROBLEM, device: Device | None = H200) -> explanations.Explanation:
     return cache_lookup.explain(problem, device, folder)
 
 
@@ -78,7 +78,7 @@ def on_cache(**changes: Any) -> Problem:
 
 
 def test_the_problem_itself_beats_its_bucket(tmp_path: Path) -> None:
-    entries = [measured(ASKED, params={**samples.measured().params, "num_warps": 4}), measured(IN_BUCKET)]
+    entries = [measured(PROBLEM, params={**samples.measured().params, "num_warps": 4}), measured(IN_BUCKET)]
     explanation = explained(written(tmp_path, *entries))
     assert (explanation.level, explanation.route, explanation.entry) == (
         Level.EXACT,
@@ -99,7 +99,7 @@ def test_the_bucket_beats_a_farther_neighbour(tmp_path: Path) -> None:
 
 
 def test_the_nearest_of_several_neighbours_is_taken(tmp_path: Path) -> None:
-    explanation = explained(written(tmp_path, measured(FAR), measured(NEAR), predicted(ASKED)))
+    explanation = explained(written(tmp_path, measured(FAR), measured(NEAR), predicted(PROBLEM)))
     assert explanation.level is Level.NEAREST
     assert explanation.entry is not None
     assert explanation.entry.problem == NEAR
@@ -108,11 +108,11 @@ def test_the_nearest_of_several_neighbours_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_neighbour_beats_a_prediction(tmp_path: Path) -> None:
-    assert explained(written(tmp_path, measured(FAR), predicted(ASKED))).level is Level.NEAREST
+    assert explained(written(tmp_path, measured(FAR), predicted(PROBLEM))).level is Level.NEAREST
 
 
 def test_a_prediction_beats_the_default_and_says_that_it_is_none_measured(tmp_path: Path) -> None:
-    explanation = explained(written(tmp_path, predicted(ASKED)))
+    explanation = explained(written(tmp_path, predicted(PROBLEM)))
     assert (explanation.level, explanation.route) == (Level.PREDICTED, "kernel")
     assert explanation.reason == "predicted for h200, not measured"
     assert [step.partition(":")[0] for step in explanation.steps] == ["exact", "bucket, nearest"]
@@ -126,7 +126,7 @@ def test_a_prediction_for_a_neighbour_is_not_used(tmp_path: Path) -> None:
 def test_without_any_entry_the_templates_default_runs(tmp_path: Path) -> None:
     explanation = explained(tmp_path)
     assert (explanation.level, explanation.route, explanation.entry) == (Level.DEFAULT, "kernel", None)
-    assert explanation.variant == search_space.load("gluon/forward").default(ASKED, H200)
+    assert explanation.variant == search_space.load("gluon/forward").default(PROBLEM, H200)
     assert "autoattn tune" in explanation.reason
     assert [step.partition(":")[0] for step in explanation.steps] == ["exact", "bucket, nearest", "predicted"]
 
@@ -209,7 +209,7 @@ def of_numerics(problem: Problem, make: Callable[..., CacheEntry]) -> CacheEntry
 def test_online_numerics_take_what_was_tuned_for_any_when_no_maximum_is_kept(
     make: Callable[..., CacheEntry], tmp_path: Path
 ) -> None:
-    entry = make(ASKED)
+    entry = make(PROBLEM)
     assert entry.params["softmax"] != "first_max"
     explanation = explained(written(tmp_path, entry), ONLINE)
     assert (explanation.problem, explanation.variant, explanation.route) == (ONLINE, entry.variant, "kernel")
@@ -220,7 +220,7 @@ def test_online_numerics_take_what_was_tuned_for_any_when_no_maximum_is_kept(
 def test_online_numerics_refuse_a_kept_maximum_with_the_spaces_words(
     make: Callable[..., CacheEntry], tmp_path: Path
 ) -> None:
-    alone = (replace(of_numerics(problem, make), rivals=(), candidates=()) for problem in (ASKED, NEAR))
+    alone = (replace(of_numerics(problem, make), rivals=(), candidates=()) for problem in (PROBLEM, NEAR))
     folder = written(tmp_path, *alone)
     assert explained(folder).variant == Variant.of(TEMPLATE, KEPT)
     explanation = explained(folder, ONLINE)
@@ -229,13 +229,13 @@ def test_online_numerics_refuse_a_kept_maximum_with_the_spaces_words(
     assert explanation.variant["softmax"] != "first_max"
     reasons = [step for step in explanation.steps if "cannot serve, numerics online asks for" in step]
     assert len(reasons) == (2 if make is measured else 1)
-    assert f"{ASKED} cannot serve" in reasons[0]
+    assert f"{PROBLEM} cannot serve" in reasons[0]
 
 
 def test_entries_of_both_numerics_serve_their_own(tmp_path: Path) -> None:
-    for plain, online in ((ASKED, ONLINE), (samples.problem(seq_q=1000), replace(ONLINE, seq_q=1000))):
-        folder = written(tmp_path, of_numerics(ASKED, measured), of_numerics(ONLINE, measured))
-        for problem, tuned in ((plain, ASKED), (online, ONLINE)):
+    for plain, online in ((PROBLEM, ONLINE), (samples.problem(seq_q=1000), replace(ONLINE, seq_q=1000))):
+        folder = written(tmp_path, of_numerics(PROBLEM, measured), of_numerics(ONLINE, measured))
+        for problem, tuned in ((plain, PROBLEM), (online, ONLINE)):
             explanation = explained(folder, problem)
             assert explanation.entry is not None
             assert explanation.entry.problem == tuned
@@ -248,7 +248,7 @@ def test_a_winner_among_online_kernels_alone_serves_no_near_problem_of_any_numer
 
 
 def test_an_entry_from_before_there_were_numerics_is_one_for_any(tmp_path: Path) -> None:
-    path = store.path_of(written(tmp_path, measured(ASKED)), H200, Op.FORWARD)
+    path = store.path_of(written(tmp_path, measured(PROBLEM)), H200, Op.FORWARD)
     document = json.loads(path.read_text())
     for entry in document["entries"].values():
         assert entry["problem"].pop("numerics") == "any"
@@ -263,10 +263,10 @@ def test_an_entry_from_before_there_were_numerics_is_one_for_any(tmp_path: Path)
 
 
 def test_distance_counts_octaves_and_is_the_same_both_ways() -> None:
-    assert tuned_entries.distance_between(ASKED, ASKED) == 0.0
-    assert tuned_entries.distance_between(ASKED, FAR) == tuned_entries.distance_between(FAR, ASKED) == 2.0
-    assert tuned_entries.distance_between(ASKED, samples.problem(batch=1)) == 2.0
-    assert tuned_entries.distance_between(ASKED, samples.problem(heads_kv=32)) == 2.0
+    assert tuned_entries.distance_between(PROBLEM, PROBLEM) == 0.0
+    assert tuned_entries.distance_between(PROBLEM, FAR) == tuned_entries.distance_between(FAR, PROBLEM) == 2.0
+    assert tuned_entries.distance_between(PROBLEM, samples.problem(batch=1)) == 2.0
+    assert tuned_entries.distance_between(PROBLEM, samples.problem(heads_kv=32)) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_distance_counts_octaves_and_is_the_same_both_ways() -> None:
     ids=str,
 )
 def test_a_bucket_rounds_sizes_up_to_powers_of_two(change: dict[str, int], same: bool) -> None:
-    assert (tuned_entries.bucket(samples.problem(**change)) == tuned_entries.bucket(ASKED)) is same
+    assert (tuned_entries.bucket(samples.problem(**change)) == tuned_entries.bucket(PROBLEM)) is same
 
 
 def test_windows_tables_and_packed_sequences_are_as_far_apart_as_the_keys_that_they_keep() -> None:
@@ -303,10 +303,10 @@ def test_windows_tables_and_packed_sequences_are_as_far_apart_as_the_keys_that_t
 
 def test_an_entry_of_another_search_space_is_skipped_and_said(tmp_path: Path) -> None:
     params = {name: value for name, value in samples.measured().params.items() if name != "HEAD_SPLIT"}
-    old = measured(ASKED, params=params, space_digest="0" * 16, source_digest="0" * 16)
+    old = measured(PROBLEM, params=params, space_digest="0" * 16, source_digest="0" * 16)
     explanation = explained(written(tmp_path, old, measured(NEAR)))
     assert (explanation.level, explanation.entry and explanation.entry.problem) == (Level.NEAREST, NEAR)
-    assert f"{ASKED} cannot serve, it was tuned in another search space of triton/forward" in explanation.steps[0]
+    assert f"{PROBLEM} cannot serve, it was tuned in another search space of triton/forward" in explanation.steps[0]
 
 
 def test_what_the_card_has_no_products_for_goes_to_pytorch_with_the_reason(tmp_path: Path) -> None:
@@ -319,18 +319,18 @@ def test_what_the_card_has_no_products_for_goes_to_pytorch_with_the_reason(tmp_p
 
 
 def test_an_entry_that_was_tuned_for_another_template_is_skipped_and_said(tmp_path: Path) -> None:
-    explanation = explained(written(tmp_path, measured(ASKED, source_digest="0" * 16), measured(NEAR)))
+    explanation = explained(written(tmp_path, measured(PROBLEM, source_digest="0" * 16), measured(NEAR)))
     assert (explanation.level, explanation.entry and explanation.entry.problem) == (Level.NEAREST, NEAR)
     (step,) = explanation.steps
-    assert step.startswith(f"exact: {ASKED} cannot serve, it was tuned for another text of triton/forward")
+    assert step.startswith(f"exact: {PROBLEM} cannot serve, it was tuned for another text of triton/forward")
     assert "autoattn tune" in step
 
 
 def test_every_stale_entry_is_said_once(tmp_path: Path) -> None:
-    stale = [measured(problem, source_digest="0" * 16) for problem in (ASKED, NEAR)]
+    stale = [measured(problem, source_digest="0" * 16) for problem in (PROBLEM, NEAR)]
     explanation = explained(written(tmp_path, *stale, predicted(FAR)))
     assert explanation.level is Level.DEFAULT
-    assert sum(f"{ASKED} cannot serve" in step for step in explanation.steps) == 1
+    assert sum(f"{PROBLEM} cannot serve" in step for step in explanation.steps) == 1
     assert sum(f"{NEAR} cannot serve" in step for step in explanation.steps) == 1
 
 
@@ -349,9 +349,9 @@ def test_a_neighbour_that_cannot_run_this_problem_is_skipped_and_said(tmp_path: 
 
 def test_an_entry_for_another_triton_serves_and_is_said(tmp_path: Path) -> None:
     other = another_release()
-    explanation = explained(written(tmp_path, measured(ASKED, versions={"triton": other})))
+    explanation = explained(written(tmp_path, measured(PROBLEM, versions={"triton": other})))
     assert explanation.level is Level.EXACT
-    assert explanation.steps == (f"{ASKED} was tuned with Triton {other}, this is {triton.__version__}",)
+    assert explanation.steps == (f"{PROBLEM} was tuned with Triton {other}, this is {triton.__version__}",)
 
 
 def another_release() -> str:
@@ -362,22 +362,22 @@ def another_release() -> str:
 def test_an_entry_of_the_installed_triton_goes_before_one_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_another = measured(ASKED, versions={"triton": another_release()})
-    own, shipped = written(tmp_path / "own", of_another), written(tmp_path / "shipped", measured(ASKED))
+    of_another = measured(PROBLEM, versions={"triton": another_release()})
+    own, shipped = written(tmp_path / "own", of_another), written(tmp_path / "shipped", measured(PROBLEM))
     for user, other in ((own, shipped), (shipped, own)):
         monkeypatch.setattr(resources, "user_cache", lambda user=user: user)
         monkeypatch.setattr(resources, "shipped_cache", lambda other=other: other)
-        explanation = cache_lookup.explain(ASKED, H200)
+        explanation = cache_lookup.explain(PROBLEM, H200)
         assert explanation.entry is not None
         assert explanation.entry.versions == {"triton": triton.__version__}
-    alone = cache_lookup.explain(ASKED, H200, own).entry
+    alone = cache_lookup.explain(PROBLEM, H200, own).entry
     assert alone is not None
     assert alone.versions == of_another.versions
 
 
 def test_measurements_of_another_architecture_of_that_name_are_ignored_and_said(tmp_path: Path) -> None:
     other = replace(H200, arch=80)
-    explanation = explained(written(tmp_path, measured(ASKED), predicted(NEAR)), device=other)
+    explanation = explained(written(tmp_path, measured(PROBLEM), predicted(NEAR)), device=other)
     assert explanation.level is Level.DEFAULT
     assert explanation.steps[0].endswith(f"speaks of {H200.fingerprint}, not of {other.fingerprint}")
 
@@ -393,7 +393,7 @@ def portfolio_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[V
     """A portfolio whose first variant is for few queries, its second for others; both are plain Triton's."""
     seeds_of = search_space.load("triton/forward").seeds_for
     few = next(seed for seed in seeds_of(samples.problem(seq_q=1), H200) if seed in seeds_of(FIFTEEN, H200))
-    many = seeds_of(ASKED, H200)[3]
+    many = seeds_of(PROBLEM, H200)[3]
     named = {"few": few, "many": many}
     document = {
         "about": [],
@@ -473,10 +473,10 @@ def test_where_the_portfolio_has_nothing_that_can_run_the_templates_default_does
 
 @pytest.mark.parametrize("sister", [H100, replace(H200, sm_count=66)], ids=["another name", "a slice"])
 def test_what_another_card_of_the_architecture_measured_serves_as_a_sisters(sister: Device, tmp_path: Path) -> None:
-    explanation = explained(written(tmp_path, measured(ASKED)), device=sister)
+    explanation = explained(written(tmp_path, measured(PROBLEM)), device=sister)
     assert explanation.level is Level.SISTER
     assert explanation.entry is not None
-    assert explanation.entry.problem == ASKED
+    assert explanation.entry.problem == PROBLEM
     assert "was measured on NVIDIA H200, another card of sm_90" in explanation.reason
 
 
@@ -488,13 +488,13 @@ def test_a_sisters_time_is_scaled_by_the_cards_rates(tmp_path: Path) -> None:
 
 
 def test_a_sisters_choice_of_a_backend_holds_here(tmp_path: Path) -> None:
-    written(tmp_path, measured(ASKED, choice="sdpa-cudnn"))
+    written(tmp_path, measured(PROBLEM, choice="sdpa-cudnn"))
     assert explained(tmp_path, device=H100).route == "sdpa-cudnn"
 
 
 def test_own_measurements_go_before_a_sisters_and_those_before_predictions(tmp_path: Path) -> None:
-    written(tmp_path, predicted(ASKED), device=H100)
-    written(tmp_path, measured(ASKED))
+    written(tmp_path, predicted(PROBLEM), device=H100)
+    written(tmp_path, measured(PROBLEM))
     assert explained(tmp_path, device=H100).level is Level.SISTER
     written(tmp_path, measured(NEAR), device=H100)
     near = explained(tmp_path, device=H100)
@@ -504,7 +504,7 @@ def test_own_measurements_go_before_a_sisters_and_those_before_predictions(tmp_p
 
 
 def test_what_a_sister_measured_goes_before_what_is_more_than_an_octave_farther_here(tmp_path: Path) -> None:
-    written(tmp_path, measured(ASKED))
+    written(tmp_path, measured(PROBLEM))
     written(tmp_path, measured(FAR), device=H100)
     assert explained(tmp_path, device=H100).level is Level.SISTER
     assert explained(tmp_path, FAR, device=H100).level is Level.EXACT
@@ -527,14 +527,14 @@ def test_the_sisters_problem_with_as_much_work_for_each_sm_serves(tmp_path: Path
 
 def test_a_sisters_entry_that_is_written_later_is_seen(tmp_path: Path) -> None:
     assert explained(tmp_path, device=H100).level is Level.DEFAULT
-    written(tmp_path, measured(ASKED))
+    written(tmp_path, measured(PROBLEM))
     assert explained(tmp_path, device=H100).level is Level.SISTER
-    written(tmp_path, measured(ASKED, choice="sdpa-flash"))
+    written(tmp_path, measured(PROBLEM, choice="sdpa-flash"))
     assert explained(tmp_path, device=H100).route == "sdpa-flash"
 
 
 def test_a_sisters_kernel_that_is_marked_as_wrong_does_not_run(tmp_path: Path) -> None:
-    written(tmp_path, measured(ASKED, mark=Mark(finding=Finding.WRONG, detail="off by one")))
+    written(tmp_path, measured(PROBLEM, mark=Mark(finding=Finding.WRONG, detail="off by one")))
     explanation = explained(tmp_path, device=H100)
     assert explanation.entry is None or explanation.variant != explanation.entry.variant
 
@@ -549,27 +549,27 @@ def test_gradients_that_a_sister_measured_count(tmp_path: Path, monkeypatch: pyt
 
 
 def test_predictions_for_another_card_of_that_name_are_taken(tmp_path: Path) -> None:
-    explanation = explained(written(tmp_path, predicted(ASKED)), device=replace(H200, sm_count=66))
+    explanation = explained(written(tmp_path, predicted(PROBLEM)), device=replace(H200, sm_count=66))
     assert explanation.level is Level.PREDICTED
 
 
 def test_entries_of_another_device_are_not_seen(tmp_path: Path) -> None:
-    assert explained(written(tmp_path, measured(ASKED)), device=A30).level is Level.DEFAULT
+    assert explained(written(tmp_path, measured(PROBLEM)), device=A30).level is Level.DEFAULT
 
 
 @pytest.mark.usefixtures("no_portfolio")
 def test_a_kernel_that_cannot_run_here_makes_way_for_the_seeds_of_all_templates(tmp_path: Path) -> None:
     default = explained(tmp_path)
-    seeds = [seed for space in search_space.of(ASKED.op) for seed in space.seeds_for(ASKED, H200)]
+    seeds = [seed for space in search_space.of(PROBLEM.op) for seed in space.seeds_for(PROBLEM, H200)]
     assert list(cache_lookup.variants(default, H200)) == seeds
     assert seeds[0] == default.variant
     assert {seed.template for seed in seeds} == {TEMPLATE, "gluon/forward"}
-    params = {**samples.measured(ASKED).params, "PERSISTENT": 2}
-    exact = explained(written(tmp_path / "exact", measured(ASKED, params=params)))
+    params = {**samples.measured(PROBLEM).params, "PERSISTENT": 2}
+    exact = explained(written(tmp_path / "exact", measured(PROBLEM, params=params)))
     assert exact.variant is not None
     others = [seed for seed in seeds if seed != exact.variant]
     assert list(cache_lookup.variants(exact, H200)) == [exact.variant, *others]
-    rival = explained(written(tmp_path / "rival", measured(ASKED, choice="sdpa-cudnn")))
+    rival = explained(written(tmp_path / "rival", measured(PROBLEM, choice="sdpa-cudnn")))
     assert not list(cache_lookup.variants(rival, H200))
     assert not list(cache_lookup.variants(explained(tmp_path, device=None), None))
 
@@ -580,13 +580,13 @@ def without_gluon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def hoppers(**changes: Any) -> CacheEntry:
     """A measured entry whose kernel is Hopper's, with runners-up of both templates."""
-    gluon, plain = (search_space.load(name).default(ASKED, H200) for name in ("gluon/forward", TEMPLATE))
-    tuned = measured(ASKED, template=gluon.template, params=gluon.as_dict())
+    gluon, plain = (search_space.load(name).default(PROBLEM, H200) for name in ("gluon/forward", TEMPLATE))
+    tuned = measured(PROBLEM, template=gluon.template, params=gluon.as_dict())
     runners_up = tuple(
         Candidate(
             template=variant.template,
             params=variant.as_dict(),
-            source_digest=render.render(ASKED, variant).digest,
+            source_digest=render.render(PROBLEM, variant).digest,
             time_us=time_us,
         )
         for variant, time_us in ((gluon, 401.0), (plain, 440.0))
@@ -614,7 +614,7 @@ def test_without_the_winners_language_the_fastest_of_runners_up_and_rivals_serve
     best = min(entry.rivals, key=lambda rival: rival.measurement.median_us)
     explanation = explained(written(tmp_path / "fast", entry))
     assert (explanation.level, explanation.route) == (Level.EXACT, best.name)
-    assert explanation.variant == search_space.load(TEMPLATE).default(ASKED, H200), "for calls that ask for the LSE"
+    assert explanation.variant == search_space.load(TEMPLATE).default(PROBLEM, H200), "for calls that ask for the LSE"
 
 
 def test_what_was_measured_beside_a_kernel_of_another_text_does_not_serve(
@@ -629,7 +629,9 @@ def test_what_was_measured_beside_a_kernel_of_another_text_does_not_serve(
 # --- rivals -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("problem", "level"), [(ASKED, Level.EXACT), (IN_BUCKET, Level.BUCKET), (NEAR, Level.NEAREST)])
+@pytest.mark.parametrize(
+    ("problem", "level"), [(PROBLEM, Level.EXACT), (IN_BUCKET, Level.BUCKET), (NEAR, Level.NEAREST)]
+)
 def test_a_rival_that_was_faster_is_followed(tmp_path: Path, problem: Problem, level: Level) -> None:
     explanation = explained(written(tmp_path, measured(problem, choice="sdpa-cudnn")))
     assert (explanation.level, explanation.route) == (level, "sdpa-cudnn")
@@ -637,23 +639,23 @@ def test_a_rival_that_was_faster_is_followed(tmp_path: Path, problem: Problem, l
 
 
 def test_a_backend_that_is_followed_is_not_called_the_fastest_where_a_peer_was_faster(tmp_path: Path) -> None:
-    entry = measured(ASKED, choice="sdpa-cudnn", absent={})
-    quicker = replace(entry.rivals[0], name="fa4", measurement=samples.measurement(ASKED, 0.5 * entry.time_us))
+    entry = measured(PROBLEM, choice="sdpa-cudnn", absent={})
+    quicker = replace(entry.rivals[0], name="fa4", measurement=samples.measurement(PROBLEM, 0.5 * entry.time_us))
     explanation = explained(written(tmp_path, replace(entry, rivals=(*entry.rivals, quicker))))
     assert explanation.route == "sdpa-cudnn"
     assert "sdpa-cudnn was the fastest that a call can run, 1.10x faster than the kernel" in explanation.reason
 
 
 def test_a_faster_peer_does_not_take_the_kernels_place(tmp_path: Path) -> None:
-    entry = measured(ASKED, absent={})
-    quicker = replace(entry.rivals[0], name="fa4", measurement=samples.measurement(ASKED, 0.5 * entry.time_us))
+    entry = measured(PROBLEM, absent={})
+    quicker = replace(entry.rivals[0], name="fa4", measurement=samples.measurement(PROBLEM, 0.5 * entry.time_us))
     assert explained(written(tmp_path, replace(entry, rivals=(quicker,)))).route == "kernel"
 
 
 def test_a_rival_that_nobody_knows_is_skipped_and_said(tmp_path: Path) -> None:
     (unknown, *others) = samples.measured().rivals
     rivals = (replace(unknown, name="sdpa-of-tomorrow"), *others)
-    explanation = explained(written(tmp_path, measured(ASKED, choice="sdpa-of-tomorrow", rivals=rivals)))
+    explanation = explained(written(tmp_path, measured(PROBLEM, choice="sdpa-of-tomorrow", rivals=rivals)))
     assert explanation.level is Level.DEFAULT
     assert explanation.steps[0].endswith("cannot serve, its choice sdpa-of-tomorrow is none of PyTorch's backends")
 
@@ -673,15 +675,15 @@ def warps(explanation: explanations.Explanation) -> Any:
 
 
 def with_warps(number: int, **changes: Any) -> CacheEntry:
-    return measured(ASKED, params={**samples.measured().params, "num_warps": number}, **changes)
+    return measured(PROBLEM, params={**samples.measured().params, "num_warps": number}, **changes)
 
 
 def test_the_users_cache_shadows_the_shipped_one(folders: tuple[Path, Path]) -> None:
     user, shipped = folders
     written(shipped, with_warps(8), measured(NEAR))
-    assert warps(cache_lookup.explain(ASKED, H200)) == 8
+    assert warps(cache_lookup.explain(PROBLEM, H200)) == 8
     written(user, with_warps(4))
-    assert warps(cache_lookup.explain(ASKED, H200)) == 4
+    assert warps(cache_lookup.explain(PROBLEM, H200)) == 4
     assert cache_lookup.explain(NEAR, H200).level is Level.EXACT, "what the user has not tuned is still found"
 
 
@@ -689,20 +691,20 @@ def test_a_stale_entry_of_the_user_does_not_hide_a_shipped_one_that_holds(folder
     user, shipped = folders
     written(shipped, with_warps(8))
     written(user, with_warps(4, source_digest="0" * 16))
-    explanation = cache_lookup.explain(ASKED, H200)
+    explanation = cache_lookup.explain(PROBLEM, H200)
     assert (explanation.level, warps(explanation)) == (Level.EXACT, 8)
 
 
 def test_a_shipped_prediction_yields_to_the_users_measurement(folders: tuple[Path, Path]) -> None:
     user, shipped = folders
-    written(shipped, predicted(ASKED))
+    written(shipped, predicted(PROBLEM))
     written(user, with_warps(4))
-    assert cache_lookup.explain(ASKED, H200).level is Level.EXACT
+    assert cache_lookup.explain(PROBLEM, H200).level is Level.EXACT
 
 
 def test_a_folder_that_was_named_is_the_only_one_that_is_read(folders: tuple[Path, Path], tmp_path: Path) -> None:
     for folder in folders:
-        written(folder, measured(ASKED))
+        written(folder, measured(PROBLEM))
     (tmp_path / "empty").mkdir()
     assert explained(tmp_path / "empty").level is Level.DEFAULT
     with pytest.raises(CacheError, match="must be a folder that is there, but it does not exist"):
@@ -722,7 +724,7 @@ def test_a_folder_that_was_named_is_the_only_one_that_is_read(folders: tuple[Pat
     ids=["cut", "newer", "foreign", "impossible"],
 )
 def test_a_file_that_cannot_be_trusted_is_refused_and_left(tmp_path: Path, damage: Any) -> None:
-    path = store.path_of(written(tmp_path, measured(ASKED)), H200, Op.FORWARD)
+    path = store.path_of(written(tmp_path, measured(PROBLEM)), H200, Op.FORWARD)
     text = damage(path.read_text(encoding="utf-8"))
     path.write_text(text, encoding="utf-8")
     with pytest.raises(CacheError, match=str(path)):
@@ -740,7 +742,7 @@ def test_on_the_cpu_pytorch_answers_and_no_cache_is_read(tmp_path: Path) -> None
     explanation = explained(tmp_path, device=None)
     assert (explanation.route, explanation.level) == ("sdpa", Level.SDPA)
     assert explanation.reason == "the tensors are on the CPU, where PyTorch's own attention runs"
-    assert explanation.problem == ASKED
+    assert explanation.problem == PROBLEM
 
 
 def test_on_a_card_older_than_ampere_pytorch_answers(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import samples
 import torch
 from computed_launches import card  # noqa: F401 - a fixture
 from functional_calls import (
-    ASKED,
+    ARGUMENTS,
     close,
     expected,
     inputs,
@@ -221,9 +221,9 @@ def test_wanting_the_lse_asks_for_another_kernel_and_gets_it(card: dict[str, Any
     assert [source.traits.lse for source in card["loaded"]] == [True, False]
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_card_has_a_kernel_for_whatever_is_asked(name: str, card: dict[str, Any]) -> None:
-    given, meant = ASKED[name]
+    given, meant = ARGUMENTS[name]
     tensors = inputs(dtype=torch.float16)
     assert autoattn.explain(*tensors, **given).route == "kernel"
     close(autoattn.attention(*tensors, **given), formula.attention(*tensors, **meant)[0])

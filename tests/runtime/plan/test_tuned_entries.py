@@ -23,7 +23,7 @@ from autoattn.runtime.plan import cache_lookup, planner, reasons, tuned_entries
 from autoattn.runtime.plan.explanations import Level
 
 H200 = samples.H200
-ASKED = samples.problem()
+PROBLEM = samples.problem()
 
 
 @pytest.fixture(autouse=True)
@@ -65,12 +65,12 @@ def forbidden(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_new_length_renders_nothing_hashes_nothing_says_nothing_and_reads_no_file(
     tuned: bool, tmp_path: Path, forbidden: Any
 ) -> None:
-    folder = written(tmp_path, measured(ASKED if tuned else samples.problem(head_dim=80)))
-    first = cache_lookup.explain(replace(ASKED, seq_kv=5000), H200, folder)
-    sources = [planner.render.render(ASKED, next(cache_lookup.variants(first, H200)))]
+    folder = written(tmp_path, measured(PROBLEM if tuned else samples.problem(head_dim=80)))
+    first = cache_lookup.explain(replace(PROBLEM, seq_kv=5000), H200, folder)
+    sources = [planner.render.render(PROBLEM, next(cache_lookup.variants(first, H200)))]
     forbidden()
     for length in range(3000, 3050):
-        problem = replace(ASKED, seq_kv=length)
+        problem = replace(PROBLEM, seq_kv=length)
         explanation = cache_lookup.explain(problem, H200, folder)
         assert explanation.level in ((Level.BUCKET, Level.NEAREST) if tuned else (Level.DEFAULT,))
         sources.append(planner.render.render(problem, next(cache_lookup.variants(explanation, H200))))
@@ -85,9 +85,9 @@ def test_a_new_class_renders_nothing_hashes_nothing_and_says_nothing(
     # Several entries; where none of them can serve, each leaves a step that nobody reads.
     lengths, batch = ([2048, 4096, 8192], 1) if level is Level.NEAREST else ([2048, 4096, 8192], 2)
     numerics = {"params": {**samples.measured().params, "softmax": "first_max"}} if level is Level.DEFAULT else {}
-    tuned = [measured(replace(ASKED, seq_kv=length), rivals=(), candidates=(), **numerics) for length in lengths]
+    tuned = [measured(replace(PROBLEM, seq_kv=length), rivals=(), candidates=(), **numerics) for length in lengths]
     folder = written(tmp_path, *tuned)
-    problem = replace(ASKED, batch=batch, numerics=Numerics.ONLINE if numerics else Numerics.ANY)
+    problem = replace(PROBLEM, batch=batch, numerics=Numerics.ONLINE if numerics else Numerics.ANY)
     for length in (2000, 5000, 9000):  # an entry's text is compared when the entry is first about to serve
         cache_lookup.explain(replace(problem, seq_kv=length), H200, folder)
     forbidden()
@@ -103,9 +103,9 @@ def test_a_new_class_renders_nothing_hashes_nothing_and_says_nothing(
 
 @pytest.mark.usefixtures("no_portfolio")  # beside one, only near entries are asked
 def test_a_new_class_asks_a_rule_once_however_many_entries_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuned = [replace(ASKED, seq_kv=length) for length in range(1024, 1036)]
+    tuned = [replace(PROBLEM, seq_kv=length) for length in range(1024, 1036)]
     folder = written(tmp_path, *(measured(problem, rivals=(), candidates=()) for problem in tuned))
-    refusing = replace(ASKED, seq_q=64, seq_kv=5000)  # too few rows for the tiles of these entries
+    refusing = replace(PROBLEM, seq_q=64, seq_kv=5000)  # too few rows for the tiles of these entries
     assert len(cache_lookup.explain(refusing, H200, folder).steps) == len(tuned) + 3
     rules: list[Rule] = []
     call = Rule.__call__
@@ -117,21 +117,21 @@ def test_a_new_class_asks_a_rule_once_however_many_entries_do(tmp_path: Path, mo
 
 def test_entries_of_other_kinds_are_not_among_them(tmp_path: Path) -> None:
     others = [samples.problem(head_dim=80), samples.problem(mask=Mask.window(64, 0))]
-    folder = written(tmp_path, measured(ASKED), *map(measured, others))
-    entries = tuned_entries.of(ASKED, H200, (folder,))
-    assert list(entries.measured) == [ASKED.key]
+    folder = written(tmp_path, measured(PROBLEM), *map(measured, others))
+    entries = tuned_entries.of(PROBLEM, H200, (folder,))
+    assert list(entries.measured) == [PROBLEM.key]
     everything = tuned_entries.read(Op.FORWARD, H200, (folder,))
-    assert set(everything.measured) == {problem.key for problem in (ASKED, *others)}
-    assert all(not kernel_kind.shares_kernels(ASKED, other) for other in others)
+    assert set(everything.measured) == {problem.key for problem in (PROBLEM, *others)}
+    assert all(not kernel_kind.shares_kernels(PROBLEM, other) for other in others)
 
 
 def test_a_file_that_was_written_since_is_read_again(tmp_path: Path) -> None:
     folder = written(tmp_path, measured(samples.problem(seq_kv=8192)))
-    assert cache_lookup.explain(ASKED, H200, folder).level is not Level.EXACT
-    written(folder, measured(ASKED))
-    assert cache_lookup.explain(ASKED, H200, folder).level is Level.EXACT
+    assert cache_lookup.explain(PROBLEM, H200, folder).level is not Level.EXACT
+    written(folder, measured(PROBLEM))
+    assert cache_lookup.explain(PROBLEM, H200, folder).level is Level.EXACT
     next(path for path in (folder / H200.name).iterdir() if path.suffix == ".json").unlink()
-    assert cache_lookup.explain(ASKED, H200, folder).level is Level.DEFAULT
+    assert cache_lookup.explain(PROBLEM, H200, folder).level is Level.DEFAULT
 
 
 def test_who_asks_time_and_again_sees_a_written_file_a_while_later(
@@ -141,13 +141,13 @@ def test_who_asks_time_and_again_sees_a_written_file_a_while_later(
     monkeypatch.setattr(tuned_entries.inventory, "folders", lambda named: (folder,))
     clock = [100.0]
     monkeypatch.setattr(tuned_entries.time, "monotonic", lambda: clock[0])
-    watched = tuned_entries.WatchedEntries(ASKED, H200)
+    watched = tuned_entries.WatchedEntries(PROBLEM, H200)
     before = watched.now()
-    written(folder, measured(ASKED))
+    written(folder, measured(PROBLEM))
     clock[0] += tuned_entries.CHECK_SECONDS / 2
     assert watched.now() is before, "no file was looked at"
     clock[0] += tuned_entries.CHECK_SECONDS
-    assert ASKED.key in watched.now().measured
+    assert PROBLEM.key in watched.now().measured
 
 
 def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,8 +162,8 @@ def test_what_is_kept_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_why_an_entry_is_held_back_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = tuned_entries.of(ASKED, H200, (written(tmp_path, measured(ASKED)),))
-    entry = entries.measured[ASKED.key][0].entry
+    entries = tuned_entries.of(PROBLEM, H200, (written(tmp_path, measured(PROBLEM)),))
+    entry = entries.measured[PROBLEM.key][0].entry
     checked_entries: list[CacheEntry] = []
     monkeypatch.setattr(store, "why_held_back", lambda each: checked_entries.append(each) or "no reason")
     assert [entries.why_held_back(entry) for _ in range(3)] == ["no reason"] * 3

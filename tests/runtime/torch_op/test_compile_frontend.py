@@ -13,7 +13,7 @@ import formula
 import pytest
 import torch
 from functional_calls import (
-    ASKED,
+    ARGUMENTS,
     SINKS,
     SLOPES,
     close,
@@ -72,9 +72,9 @@ def gradients(function: Function, *tensors: Tensor) -> list[Tensor]:
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", ARGUMENTS)
 def test_whatever_is_asked_is_traced_whole_and_means_the_same(name: str) -> None:
-    given, meant = ASKED[name]
+    given, meant = ARGUMENTS[name]
     close(whole(attention(**given))(*inputs()), formula.attention(*inputs(), **meant)[0])
 
 
