@@ -284,6 +284,31 @@ def test_programs_that_take_the_next_tile_are_in_the_pool_with_heads_side_by_sid
     assert ("dynamic", 2, 16, "vote") not in ways("full")
 
 
+def test_keys_of_one_block_have_kernels_of_one_stage_and_more_keys_have_none() -> None:
+    """Tuning found them for 33 tokens, where the pool of before had none."""
+
+    def ways(length: int) -> set[tuple[object, ...]]:
+        pool = variant_pool.pool(samples.problem(batch=2, heads_q=8, seq_q=length, seq_kv=length, head_dim=128), H200)
+        params = [each.as_dict() for each in pool if each.template == "gluon/forward"]
+        return {(each["BLOCK_N"], each["queries_in"], each["softmax"]) for each in params if each["num_stages"] == 1}
+
+    assert {(64, "registers", "online"), (64, "registers", "lazy"), (64, "shared", "online")} <= ways(33)
+    assert (64, "registers", "online") not in ways(300)
+
+
+def test_float32_has_kept_maxima_and_where_queries_are_fewer_than_a_tile_has_rows_packed_heads() -> None:
+    tf32 = samples.problem(
+        dtype=DType.FLOAT32, precision=Precision.TF32, heads_q=32, heads_kv=4, seq_q=64, seq_kv=1919, head_dim=64
+    )
+
+    def ways(problem: Problem) -> set[tuple[object, ...]]:
+        params = [each.as_dict() for each in variant_pool.pool(problem, H200) if each.template == "triton/forward"]
+        return {(each.get("PACK_GQA", 0), each["softmax"]) for each in params}
+
+    assert {(0, "online"), (0, "first_max"), (1, "online"), (1, "first_max")} <= ways(tf32)
+    assert {pack for pack, _ in ways(replace(tf32, seq_q=1919))} == {0}
+
+
 def test_the_model_counts_what_the_last_program_of_a_tile_adds_up() -> None:
     decode = samples.problem(batch=1, heads_q=4, heads_kv=1, seq_q=1, seq_kv=60_000, head_dim=64)
     space = search_space.load("triton/forward")
