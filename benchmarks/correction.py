@@ -1,5 +1,6 @@
-"""Whether a learned correction helps the model: `python benchmarks/correction.py`, on the data of model_quality.py.
+"""Whether a learned correction helps the model: `python benchmarks/correction.py`.
 
+The data are the random variants of measured_kernels.py.
 A ridge regression, by numpy, of what the model leaves of each variant's log time, on what the prediction and the
 machine code say; each kind of machine code has one of its own. Every problem is corrected by a regression on the
 others. Features and remainders are taken about the mean of their row, since ranks within a problem are what matters.
@@ -16,7 +17,9 @@ from functools import cache
 
 import numpy as np
 from kept import tell
-from model_quality import DEVICE, FEWEST, Array, Case, Quality, Row, quality, rows
+from measured_kernels import DEVICE, Case, Row, recorded_rows
+from model_fit import Array
+from model_quality import FEWEST, Quality, quality
 
 from autoattn.core.problem import Problem
 from autoattn.cost_model import predictor
@@ -54,7 +57,7 @@ def features(case: Case) -> tuple[list[float], float]:
 def parts() -> tuple[Part, ...]:
     """All rows, apart by kind of machine code; of fewer than four variants nothing is learnt."""
     all_parts = []
-    for row in rows():
+    for row in recorded_rows():
         for path in Path:
             own = [(features(case), case.median_ms) for case in row.cases if case.path is path]
             if len(own) > 3:
@@ -105,7 +108,7 @@ def line(name: str, judgements: Sequence[Quality]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
-    judged = [row for row in rows() if len(row.cases) > FEWEST]
+    judged = [row for row in recorded_rows() if len(row.cases) > FEWEST]
     lines = [
         f"{len(judged)} rows, constants as shipped.",
         "",

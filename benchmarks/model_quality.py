@@ -1,128 +1,33 @@
 """How well the cost model ranks kernels that were measured: `python benchmarks/model_quality.py`.
 
-The data are what benchmarks/variants.py measured on an H200 (benchmarks/data/variants/), a recording for each family of
-kernels and problem, and 284 variants of an older kernel (benchmarks/data/h200_triton_variants.json). `--left-out` fits
-the constants anew for each problem on all the others, and judges them on it alone: that is the honest table. `--fit`
-prints constants fitted on everything, which autoattn/cost_model/constants.py holds.
+The data are random variants of eight problems and an older kernel's, and finalists of many (measured_kernels.py). A
+table of random variants says how well the model finds the fast ones, and a table of finalists by how much its
+predictions of the fastest ones err. `--left-out` fits the constants anew for each problem of the first table on all the
+others, and for a fifth of the finalists on the other four: these are the honest tables.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
-from functools import cache
-from pathlib import Path as File
-from typing import Any
+from dataclasses import dataclass
 
-import numpy as np
+import measured_kernels
+import model_fit
 from kept import tell
+from measured_kernels import DEVICE, Case, Row, milliseconds
 
-from autoattn.cache import search_recording
-from autoattn.core import device_profiles
-from autoattn.core.mask import Mask
-from autoattn.core.problem import DType, Problem
-from autoattn.core.trial import StaticReport
-from autoattn.core.variant import Value, Variant
-from autoattn.cost_model import predictor
-from autoattn.cost_model.constants import BOUNDS, CONSTANTS, FITTED, Constants
-from autoattn.cost_model.kernel_kind import Path, path_of
+from autoattn.core.problem import Problem
+from autoattn.cost_model.constants import CONSTANTS, Constants
+from autoattn.cost_model.kernel_kind import Path
 from autoattn.cost_model.occupancy import occupancy
 
-DATA = File(__file__).parent / "data"
-OLDER = DATA / "h200_triton_variants.json"
-VARIANTS = DATA / "variants"
-# The older file counts opcodes by their first word. These are 128 bits wide, or exp2, in every one of its loops.
-SPELT_OUT = {"MUFU": "MUFU.EX2", "STS": "STS.128", "LDG": "LDG.128", "LDGSTS": "LDGSTS.128"}
-# Code 2 stood before P V, below the load of the values: the machine code is that without a barrier, register for
-# register. In the templates the load comes after the barrier, so that "before_pv" would say something else.
-BARRIERS = {0: "none", 1: "after_qk", 2: "none"}
-DEVICE = device_profiles.named("h200")
-FEWEST = 10  # variants of a row of the table: of fewer, the first ten are all
-# Of a fit
-ROUNDS, STEP, FAR, SHIFT = 12, 0.02, 0.8, 0.15
-
-Array = np.ndarray[Any, np.dtype[np.float64]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A variant that was measured."""
-
-    problem: Problem
-    variant: Variant
-    report: StaticReport
-    median_ms: float
-
-    @property
-    def path(self) -> Path:
-        """Whose constants hold for it."""
-        return path_of(self.report, self.variant.template)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """The measured variants of one family for one problem."""
-
-    name: str
-    problem: Problem
-    cases: tuple[Case, ...]
-
-
-def older() -> list[Case]:
-    """The 284 variants."""
-    cases = []
-    for number, trial in enumerate(json.loads(OLDER.read_text())["trials"]):
-        head_dim, block_m, block_n, num_warps, num_stages, barrier = trial["variant"]
-        counts = {SPELT_OUT.get(opcode, opcode): n for opcode, n in trial["loop_counts"].items()}
-        params: dict[str, Value] = {
-            "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "num_stages": num_stages, "maxnreg": 0,
-            "mask_loop": "every", "softmax": "online", "barrier": BARRIERS[barrier], "HEAD_GROUP": 1,
-            "row_order": "ascending", "PERSISTENT": 0, "HEAD_SPLIT": 0, "products": "as_asked",
-        }  # fmt: skip
-        problem = Problem(
-            dtype=DType.BFLOAT16, batch=4, heads_q=16, heads_kv=16, seq_q=4096, seq_kv=4096, head_dim=head_dim,
-            mask=Mask.parse("causal"),
-        )  # fmt: skip
-        report = StaticReport(
-            digest=str(number), arch=90, registers=trial["registers"], spilled_bytes=trial["stack_bytes"],
-            shared_bytes=trial["shared_bytes"], num_warps=num_warps, code_bytes=0, loop=counts,
-        )  # fmt: skip
-        cases.append(
-            Case(
-                problem=problem,
-                variant=Variant.of("triton/forward", params),
-                report=report,
-                median_ms=trial["median_ms"],
-            )
-        )
-    return cases
-
-
-@cache
-def rows() -> tuple[Row, ...]:
-    """All that was measured."""
-    measured_rows = []
-    for path in sorted(VARIANTS.glob("*.jsonl")):
-        recorded = search_recording.read(path)
-        cases = tuple(
-            Case(problem=recorded.header.problem, variant=v, report=trial.report, median_ms=trial.time_us / 1e3)
-            for v, trial in recorded.trials.items()
-            if trial.time_us is not None and trial.report is not None
-        )
-        family = path.name.removeprefix(f"{DEVICE.name}_").partition("_forward")[0]
-        measured_rows.append(Row(name=family, problem=recorded.header.problem, cases=cases))
-    for head_dim in (64, 128):
-        own = tuple(case for case in older() if case.problem.head_dim == head_dim)
-        measured_rows.append(Row(name="older", problem=own[0].problem, cases=own))
-    return tuple(measured_rows)
-
-
-# --- quality ----------------------------------------------------------------------------------------------------------
+FEWEST = 10  # variants of a row of the first table: of fewer, the first ten are all
+FOLDS = 5  # parts of the finalists that are left out in turn
 
 
 def ranks(values: Sequence[float]) -> list[float]:
@@ -173,11 +78,6 @@ class Quality:
         )
 
 
-def milliseconds(case: Case, constants: Mapping[Path, Constants] = CONSTANTS) -> float:
-    """What the model says of a case."""
-    return predictor.predict(case.problem, DEVICE, case.variant, case.report, constants).time_us / 1e3
-
-
 def quality(row: Row, predicted: Sequence[float]) -> Quality:
     measured = [case.median_ms for case in row.cases]
     logs = [math.log(p / m) for p, m in zip(predicted, measured, strict=True)]
@@ -209,79 +109,47 @@ def table(judgements: Sequence[Quality]) -> list[str]:
     return lines
 
 
-# --- fitting ----------------------------------------------------------------------------------------------------------
+def finalist_table(judgements: Sequence[Quality]) -> list[str]:
+    """A row for each kind of numbers and families of finalists."""
+    lines = ["| finalists | problems | variants | error: median, largest | bias | first choice: mean, worst |"]
+    lines.append("|---|--:|--:|--:|--:|--:|")
+    kinds: dict[str, list[Quality]] = defaultdict(list)
+    for judgement in judgements:
+        kinds[judgement.row.name].append(judgement)
+    for kind, own in [*sorted(kinds.items()), ("all", list(judgements))]:
+        errors = [judgement.error for judgement in own]
+        bias, first = (
+            math.exp(statistics.fmean(map(math.log, ratios)))
+            for ratios in ([judgement.bias for judgement in own], [1 + judgement.first for judgement in own])
+        )
+        lines.append(
+            f"| {kind} | {len(own)} | {sum(len(judgement.row.cases) for judgement in own)} "
+            f"| {statistics.median(errors):.2f}, {max(errors):.2f} | {bias:.2f} "
+            f"| {first:.3f}, {1 + max(judgement.first for judgement in own):.2f} |"
+        )
+    return lines
 
 
-def fit(training_rows: Sequence[Row], path: Path) -> Constants:
-    """Least squares of the logarithm of the time about each row's mean, by Levenberg and Marquardt inside BOUNDS.
-
-    The mean itself counts little: what a whole problem takes is no matter of ranks. Equal kernels are predicted once.
-    """
-    groups = [_distinct(row, path) for row in training_rows]
-    groups = [group for group in groups if len(group) > 3]
-    names = FITTED[path]
-    low, high = (np.array([BOUNDS[name][side] for name in names]) for side in (0, 1))
-    start = CONSTANTS[path]
-
-    def residuals(place: Array) -> Array:
-        values = dict(zip(names, (low + place * (high - low)).tolist(), strict=True))
-        constants = {path: replace(start, **values)}
-        parts = []
-        for group in groups:
-            logs = np.array([math.log(milliseconds(case, constants) / ms) for case, ms, _ in group])
-            weights = np.sqrt([count for _, _, count in group])
-            mean = float(np.average(logs, weights=weights**2))
-            parts.append(weights * np.clip(logs - mean, -FAR, FAR))
-            parts.append(np.array([math.sqrt(SHIFT * len(group)) * mean]))
-        return np.concatenate(parts)
-
-    place = np.full(len(names), 0.3)
-    now, damping = residuals(place), 0.1
-    for _ in range(ROUNDS):
-        slopes = np.empty((len(now), len(names)))
-        for at in range(len(names)):
-            moved = place.copy()
-            moved[at] += STEP if place[at] < 0.5 else -STEP
-            slopes[:, at] = (residuals(moved) - now) / (moved[at] - place[at])
-        for _ in range(4):
-            square = slopes.T @ slopes
-            step = np.linalg.solve(square + damping * np.diag(np.diag(square) + 1e-6), -slopes.T @ now)
-            tried = np.clip(place + step, 0.0, 1.0)
-            then = residuals(tried)
-            if then @ then < now @ now:
-                place, now, damping = tried, then, damping / 3
-                break
-            damping *= 4
-    found_values = (low + place * (high - low)).tolist()
-    return replace(start, **{name: float(f"{value:.3g}") for name, value in zip(names, found_values, strict=True)})
+def judged(rows: Sequence[Row], constants: Mapping[Path, Constants] = CONSTANTS) -> list[Quality]:
+    """The quality of each row."""
+    return [quality(row, [milliseconds(case, constants) for case in row.cases]) for row in rows]
 
 
-def _distinct(row: Row, path: Path) -> list[tuple[Case, float, int]]:
-    """A case for each kernel, with the geometric mean of its times and how many there are."""
-    kernels: dict[tuple[object, ...], list[Case]] = {}
-    for case in row.cases:
-        if case.path is path:
-            key = (*case.variant.params, *case.report.loop.items(), case.report.registers)
-            kernels.setdefault(key, []).append(case)
-    return [
-        (same[0], statistics.geometric_mean(case.median_ms for case in same), len(same)) for same in kernels.values()
-    ]
+def left_out(problems: Sequence[Problem]) -> list[Quality]:
+    """The rows of some problems, by constants fitted on all the others."""
+    constants = model_fit.fit(model_fit.all_rows(without=problems))
+    rows = [*measured_kernels.recorded_rows(), *measured_kernels.finalist_rows()]
+    return judged([row for row in rows if row.problem in problems], constants)
 
 
-def fitted(without: Problem | None = None) -> dict[Path, Constants]:
-    """Constants of every kind of machine code, from all rows but those of one problem."""
-    left = [row for row in rows() if row.problem != without]
-    return {**CONSTANTS, **{path: fit(left, path) for path in FITTED}}
+def parts_to_leave_out() -> list[list[Problem]]:
+    """Each problem of the random variants, and the finalists' in FOLDS parts."""
+    finalists = [row.problem for row in measured_kernels.finalist_rows()]
+    recorded = dict.fromkeys(row.problem for row in measured_kernels.recorded_rows())
+    return [*([problem] for problem in recorded), *(finalists[fold::FOLDS] for fold in range(FOLDS))]
 
 
-def left_out(problem: Problem) -> list[Quality]:
-    """The rows of one problem, by constants fitted on the others."""
-    constants = fitted(problem)
-    own = [row for row in rows() if row.problem == problem]
-    return [quality(row, [milliseconds(case, constants) for case in row.cases]) for row in own]
-
-
-NAIVE = {
+NAIVE: dict[str, Callable[[Case], float]] = {
     "fewest instructions a score": lambda c: (
         sum(c.report.loop.values()) * c.report.num_warps / (int(c.variant["BLOCK_M"]) * int(c.variant["BLOCK_N"]))
     ),
@@ -295,10 +163,11 @@ NAIVE = {
 
 
 def naive() -> list[str]:
-    """What simpler rules reach."""
+    """What simpler rules reach on the random variants."""
     lines = ["| rule | Spearman: median, lowest | best of ten: median, worst |", "|---|--:|--:|"]
+    rows = [row for row in measured_kernels.recorded_rows() if len(row.cases) > FEWEST]
     for name, rule in NAIVE.items():
-        judgements = [quality(row, [rule(case) for case in row.cases]) for row in rows() if len(row.cases) > FEWEST]
+        judgements = [quality(row, [rule(case) for case in row.cases]) for row in rows]
         scores, tens = [judgement.spearman for judgement in judgements], [judgement.ten for judgement in judgements]
         lines.append(
             f"| {name} | {statistics.median(scores):.2f}, {min(scores):.2f} | {statistics.median(tens):.0%}, "
@@ -308,26 +177,23 @@ def naive() -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--left-out", action="store_true", help="judge each problem by constants fitted on the others")
-    parser.add_argument("--fit", action="store_true", help="fit the constants to all of the data and print them")
+    """Prints the tables, and keeps them where that is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--left-out", action="store_true", help="judge problems by constants fitted on the others")
     parser.add_argument("--jobs", type=int, default=2, help="processes that fit")
-    parser.add_argument("--write", action="store_true", help="keep the table under benchmarks/results/")
+    parser.add_argument("--write", action="store_true", help="keep the tables under benchmarks/results/")
     options = parser.parse_args()
-    if options.fit:
-        for path, constants in fitted().items():
-            print(
-                path.value, {name: value for name, value in asdict(constants).items() if name in FITTED.get(path, ())}
-            )
-        return
     if options.left_out:
         with ProcessPoolExecutor(options.jobs) as pool:
-            problems = list(dict.fromkeys(row.problem for row in rows()))
-            judgements = [judgement for part in pool.map(left_out, problems) for judgement in part]
+            judgements = [judgement for part in pool.map(left_out, parts_to_leave_out()) for judgement in part]
     else:
-        judgements = [quality(row, [milliseconds(case) for case in row.cases]) for row in rows()]
+        judgements = judged(model_fit.all_rows())
+    finalists = {row.problem for row in measured_kernels.finalist_rows()}
+    of_finalists = [judgement for judgement in judgements if judgement.row.problem in finalists]
+    of_random = [judgement for judgement in judgements if judgement.row.problem not in finalists]
+    random_table = table(sorted(of_random, key=lambda judgement: judgement.row.name))
     command = "python benchmarks/model_quality.py" + " --left-out" * options.left_out
-    text = "\n".join([*table(sorted(judgements, key=lambda judgement: judgement.row.name)), "", *naive()])
+    text = "\n".join([*random_table, "", *naive(), "", *finalist_table(of_finalists)])
     tell(
         "How well the model ranks",
         command,

@@ -1,36 +1,28 @@
 """How far a prediction must beat the default's to be taken: `python benchmarks/taken_predictions.py [--write]`.
 
-Needs no GPU, and takes half an hour. The problems are those that portfolios rest on, with the times that an H100 or an
-H200 measured. The default of each is the choice of a portfolio that does not know it (near_limit.py). All variants that
-were measured are compiled and predicted. What `tune --device` would take is the best prediction that beats the
-default's by a margin, if there is one. Each row of a table is a margin, in errors that the model is known to make
-(`predicted_ranking.ERRORS_OF_MEASURED`): how much slower than the best variant the calls are then, and how often what
-was taken is slower than the default.
+Needs no GPU, and takes half an hour. The problems are those of finalists.py, with the times that an H100 or an H200
+measured. The default of each is the choice of a portfolio that does not know it (near_limit.py). What `tune --device`
+would take is the best prediction that beats the default's by a margin, if there is one. Each row of a table is a
+margin, in errors that the model is known to make (`predicted_ranking.ERRORS_OF_MEASURED`): how much slower than the
+best variant the calls are then, and how often what was taken is slower than the default.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import random
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import model_spread
+import finalists
 import near_limit
-import portfolios
 from kept import tell
-from portfolio_tree import Example
 
 from autoattn.core.problem import DType, Precision, Problem
 from autoattn.core.variant import Variant
 from autoattn.cost_model import accuracy, predictor
-from autoattn.workers.worker_pool import Pool, cores
 
-LEAST = 5  # measured variants of a problem
-BOUNDS_US = 8.0, 20.0, 80.0, math.inf  # of the default's time: as many problems of each
 MULTIPLES = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0  # of the model's error
 SLOWER = 0.97  # a call that runs at less than this of the default's speed
 
@@ -60,44 +52,22 @@ class Prospect:
         return math.log(self.times_us[variant] / min(self.times_us.values()))
 
 
-def drawn(chosen: Mapping[Problem, Variant | None], count: int, seed: int) -> Iterator[Example]:
-    """So many problems in 16 bits, and two fifths as many in tf32 and tf32x3, of each range of the default's time."""
-    examples = [
-        example
-        for example in portfolios.examples_of(portfolios.DATA)
-        if chosen[example.problem] in example.times_us
-        and len(example.times_us) >= LEAST
-        and (example.problem.dtype is not DType.FLOAT32 or example.problem.precision is not Precision.IEEE)
-    ]
-    random.Random(seed).shuffle(examples)
-    met: Counter[tuple[bool, float]] = Counter()
-    for example in examples:
-        default = chosen[example.problem]
-        assert default is not None
-        time_us, is_wide = example.times_us[default], example.problem.dtype is DType.FLOAT32
-        bound = next(bound for bound in BOUNDS_US if time_us < bound)
-        met[is_wide, bound] += 1
-        if met[is_wide, bound] <= (round(0.4 * count) if is_wide else count):
-            yield example
-
-
-def prospects(examples: Iterable[Example], chosen: Mapping[Problem, Variant | None]) -> Iterator[Prospect]:
-    """Compiles and predicts them, on all cores; without problems whose default does not compile."""
-    with Pool(size=cores()) as pool:
-        for example in examples:
-            default, problem, device = chosen[example.problem], example.problem, example.device
+def prospects(problems: Iterable[finalists.Finalists], chosen: Mapping[Problem, Variant | None]) -> Iterator[Prospect]:
+    """Those whose default is among the finalists."""
+    for of_problem in problems:
+        problem, device, default = of_problem.problem, of_problem.device, chosen[of_problem.problem]
+        if default is not None and default in of_problem.times_us:
             predicted_us = {
                 variant: predictor.predict(problem, device, variant, report).time_us
-                for variant, report in model_spread.reports_of(example, pool).items()
+                for variant, report in of_problem.reports.items()
             }
-            if default is not None and default in predicted_us:
-                yield Prospect(
-                    problem=problem,
-                    arch=device.arch,
-                    default=default,
-                    times_us=example.times_us,
-                    predicted_us=predicted_us,
-                )
+            yield Prospect(
+                problem=problem,
+                arch=device.arch,
+                default=default,
+                times_us=of_problem.times_us,
+                predicted_us=predicted_us,
+            )
 
 
 def table(known: Sequence[Prospect]) -> list[str]:
@@ -125,10 +95,12 @@ def table(known: Sequence[Prospect]) -> list[str]:
 
 def tables(known: Sequence[Prospect]) -> Iterator[str]:
     """A table of all problems, and one for each kind of numbers."""
+    float32 = [prospect for prospect in known if prospect.problem.dtype is DType.FLOAT32]
     kinds = {
         "All": known,
         "16 bits": [prospect for prospect in known if prospect.problem.dtype is not DType.FLOAT32],
-        "tf32 and tf32x3": [prospect for prospect in known if prospect.problem.dtype is DType.FLOAT32],
+        "tf32 and tf32x3": [prospect for prospect in float32 if prospect.problem.precision is not Precision.IEEE],
+        "IEEE float32": [prospect for prospect in float32 if prospect.problem.precision is Precision.IEEE],
     }
     for name, of_kind in kinds.items():
         if of_kind:
@@ -142,13 +114,10 @@ def _mean(losses: Sequence[float]) -> float:
 def main() -> None:
     """Prints the tables, and keeps them where that is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=22, help="problems in 16 bits of each range of times")
-    parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--write", action="store_true", help="keep the tables under benchmarks/results/")
     given = parser.parse_args()
-    chosen = near_limit.without_problem(2, 12)
-    known = list(prospects(drawn(chosen, given.count, given.seed), chosen))
-    command = f"python benchmarks/taken_predictions.py --count {given.count} --seed {given.seed}"
+    known = list(prospects(finalists.read(), near_limit.without_problem(2, 12)))
+    command = "python benchmarks/taken_predictions.py"
     text = "\n\n".join(tables(known))
     tell(
         "Which predictions make calls faster than the default",

@@ -256,6 +256,14 @@ class Problem:
         return DType.FLOAT8.bytes if self.caches_float8 else self.dtype.bytes
 
     @property
+    def bytes_of_keys(self) -> int:
+        """Of the keys and values of all sequences together."""
+        keys = self.tokens_kv if self.packed else self.batch * self.seq_kv
+        if self.key_lengths is not None:
+            keys = sum(self.key_lengths.drawn(self.batch))
+        return self.heads_kv * keys * self.elements_per_key * self.key_bytes
+
+    @property
     def group_size(self) -> int:
         """Query heads that share one key head."""
         return self.heads_q // self.heads_kv
@@ -352,11 +360,7 @@ class Problem:
         the LSE, and writes three gradients. A bias may have any size, and is left out.
         """
         queries = self.heads_q * (self.tokens_q if self.packed else self.batch * self.seq_q)
-        keys = self.heads_kv * (self.tokens_kv if self.packed else self.batch * self.seq_kv)
-        if self.key_lengths is not None:
-            keys = self.heads_kv * sum(self.key_lengths.drawn(self.batch))
-        read = queries * self.head_dim * self.dtype.bytes
-        read += keys * self.elements_per_key * self.key_bytes
+        read = queries * self.head_dim * self.dtype.bytes + self.bytes_of_keys
         output = queries * self.head_dim_v * self.dtype.output.bytes
         return 2 * read + 2 * output + 4 * queries if self.op is Op.BACKWARD else read + output
 

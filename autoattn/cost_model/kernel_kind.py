@@ -19,7 +19,8 @@ class Path(str, Enum):
 
     WARPGROUP = "warpgroup"  # wgmma, as Triton's compiler arranges it
     SPECIALISED = "specialised"  # wgmma, by warpgroups beside one that loads
-    SYNCHRONOUS = "synchronous"  # mma.sync, Ampere's and Ada's and that of Hopper's small tiles
+    SYNCHRONOUS = "synchronous"  # mma.sync of cards whose tensor cores know nothing else: Ampere's and Ada's
+    SMALL_TILES = "small tiles"  # mma.sync of tiles that are too small for wgmma
     LANES = "lanes"  # float32 without tensor cores
 
 
@@ -29,7 +30,9 @@ def path_of(report: StaticReport, template: str) -> Path:
         return Path.SPECIALISED
     if any(opcode.startswith(WARPGROUP) for opcode in report.loop):
         return Path.WARPGROUP
-    return Path.SYNCHRONOUS if any(opcode.startswith(SYNCHRONOUS) for opcode in report.loop) else Path.LANES
+    if not any(opcode.startswith(SYNCHRONOUS) for opcode in report.loop):
+        return Path.LANES
+    return Path.SMALL_TILES if report.arch >= 90 else Path.SYNCHRONOUS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

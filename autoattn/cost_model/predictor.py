@@ -27,6 +27,7 @@ from autoattn.cost_model.occupancy import SCHEDULERS, occupancy, why_unlaunchabl
 # a little lost; sm_90: kernels measured on an H200 drew 28 and were bound elsewhere; the others are assumptions.
 L2_BYTES = {80: 40.0, 86: 24.0, 89: 20.0, 90: 40.0, 100: 40.0, 120: 20.0}
 DRAM_EFFICIENCY = 0.9  # of the peak: 4.30 of 4.8 TB/s copied on an H200
+CODE_LINE = 128  # bytes of code that come at once
 LAUNCH_US = 4.0  # an empty kernel between two events
 
 
@@ -104,8 +105,10 @@ def predict(
     )
     units = {unit: cycles / device.sm_count / hertz for unit, cycles in work.unit_cycles().items()}
     seconds = _together_seconds((_cycles(work, device, params, resident) / hertz, *memory.values()), own)
-    time_us = 1e6 * seconds + LAUNCH_US
-    parts_us = {unit: 1e6 * seconds for unit, seconds in (units | memory).items()} | {"launch": LAUNCH_US}
+    code_us = 1e6 * own.code_line * report.code_bytes / CODE_LINE / hertz
+    time_us = 1e6 * seconds + LAUNCH_US + code_us
+    parts_us = {unit: 1e6 * seconds for unit, seconds in (units | memory).items()}
+    parts_us |= {"launch": LAUNCH_US, "code": code_us}
     return Prediction(
         time_us=time_us,
         bound=_bound(parts_us, time_us),
@@ -214,10 +217,13 @@ def _memory_seconds(
     keys = _keys_at_work(problem, int(params["BLOCK_M"]), min(tiles, slots / at_work))
     working_set = apart * keys * problem.elements_per_key * problem.key_bytes
     missing = max(0.0, 1 - device.l2_bytes / working_set)
-    again = missing * read / max(1.0, min(slots, heads * tiles) / apart)
+    # What no tile sees is not read, and what one reads alone is read once, however much exceeds the L2.
+    once = min(problem.bytes_of_keys, read)
+    again = missing * max(0.0, read / max(1.0, min(slots, heads * tiles) / apart) - once)
+    moved = problem.bytes() - problem.bytes_of_keys + once + again
     return {
         "l2": read / (L2_BYTES.get(device.arch, 40.0) * device.sm_count * hertz),
-        "dram": (problem.bytes() + again) / (DRAM_EFFICIENCY * device.bandwidth),
+        "dram": moved / (DRAM_EFFICIENCY * device.bandwidth),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+import measured_kernels
 import model_quality
 import pytest
 from modelled import A30, A100, H200, PARAMS, plain, problem, report
@@ -18,7 +19,7 @@ from autoattn.cost_model import accuracy, lower_bound, predictor
 
 CASES = [
     (row.name, case)
-    for row in model_quality.rows()
+    for row in measured_kernels.recorded_rows()
     for case in row.cases
     if not search_space.load(case.variant.template).specialised
 ]
@@ -55,7 +56,7 @@ def test_more_instructions_registers_and_shared_memory_never_go_below_the_bound(
 def test_the_bound_leaves_out_variants_that_measured_slow() -> None:
     """Half of what was measured on a problem cannot be the fastest, by the bound alone; the fastest one always may."""
     shares = []
-    for row in model_quality.rows():
+    for row in measured_kernels.recorded_rows():
         cases = [case for name, case in CASES if name == row.name]
         if len(cases) < model_quality.FEWEST:
             continue
