@@ -8,6 +8,7 @@ import measured_kernels
 import model_fit
 import model_quality
 import pytest
+from checkout_paths import CHECKOUT
 from modelled import A30, A100, H200, MASKED, PARAMS, PLAIN, RTX3090, plain, problem, report
 
 from autoattn.codegen import search_space
@@ -24,6 +25,7 @@ from autoattn.cost_model.predictor import predict
 from autoattn.kernels.compiler import inspect
 
 MMA = CONSTANTS[Kind.SYNCHRONOUS]
+PAGE = CHECKOUT / "docs/model.md"
 
 
 def time(of=None, on=A100, kernel=None, **params):
@@ -256,6 +258,19 @@ def test_constants_lie_within_their_bounds():
     for constants in CONSTANTS.values():
         assert all(low <= getattr(constants, name) <= high for name, (low, high) in BOUNDS.items())
     assert set(CONSTANTS) == set(Kind)
+
+
+def test_the_page_has_the_constants_and_stars_those_at_their_bounds():
+    rows = [line.split("|")[1:-1] for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    head = next(cells for cells in rows if cells[0].strip() == "constant")
+    shown = {cells[0].strip(): [cell.strip() for cell in cells[1:-1]] for cells in rows if cells[0].strip() in BOUNDS}
+    assert set(shown) == set(BOUNDS)
+    for column, title in enumerate(head[1:-1]):
+        kind = Kind(title.strip())
+        for name, cells in shown.items():
+            value = getattr(CONSTANTS[kind], name)
+            star = " *" if value in BOUNDS[name] else ""
+            assert cells[column] == (f"{value:g}{star}" if name in FITTED[kind] else ""), f"{kind.value} {name}"
 
 
 @pytest.mark.exhaustive
