@@ -67,53 +67,70 @@ class _Data:
         return np.concatenate([about, np.array(means)])
 
 
+class _Places:
+    """Constants as places between their bounds, from 0 to 1, and the predictions that they give."""
+
+    def __init__(self, data: _Data, paths: Collection[Path]) -> None:
+        self.data, self.paths = data, paths
+        self.names = [(path, name) for path in paths if data.places[path] for name in FITTED[path]]
+        self.low, self.high = (np.array([BOUNDS[name][side] for _, name in self.names]) for side in (0, 1))
+
+    def start(self) -> Array:
+        """Those of the constants that the package has."""
+        values = np.array([getattr(CONSTANTS[path], name) for path, name in self.names])
+        return np.clip((values - self.low) / (self.high - self.low), 0.0, 1.0)
+
+    def constants(self, place: Array) -> dict[Path, Constants]:
+        """Those of all kinds of machine code."""
+        changed: dict[Path, dict[str, float]] = {path: {} for path in self.paths}
+        for (path, name), value in zip(self.names, (self.low + place * (self.high - self.low)).tolist(), strict=True):
+            changed[path][name] = value
+        return {**CONSTANTS, **{path: replace(CONSTANTS[path], **of_path) for path, of_path in changed.items()}}
+
+    def predicted(self, place: Array, changed: Iterable[Path], before: Array) -> Array:
+        """Logarithms of all predicted times, where those of some kinds of machine code changed."""
+        logs, constants = before.copy(), self.constants(place)
+        for path in changed:
+            logs[self.data.places[path]] = self.data.logs(constants, path)
+        return logs
+
+    def slopes(self, place: Array, logs: Array, residuals: Array) -> Array:
+        """What a step of each constant does to the residuals, over the step."""
+        columns = []
+        for column, (path, _) in enumerate(self.names):
+            moved = place.copy()
+            moved[column] += STEP if place[column] < 0.5 else -STEP
+            there = self.data.residuals(self.predicted(moved, (path,), logs))
+            columns.append((there - residuals) / (moved[column] - place[column]))
+        return np.stack(columns, axis=1)
+
+
 def fit(rows: Sequence[Row], paths: Collection[Path] = tuple(FITTED)) -> dict[Path, Constants]:
     """Constants of some kinds of machine code, by Levenberg and Marquardt inside BOUNDS; the others stay.
 
     Least squares of the logarithm of the time about each row's mean. Equal kernels are predicted once.
     """
-    data, constants = _Data(rows), dict(CONSTANTS)
-    names = [(path, name) for path in paths if data.places[path] for name in FITTED[path]]
-    low, high = (np.array([BOUNDS[name][side] for _, name in names]) for side in (0, 1))
-
-    def at(place: Array) -> dict[Path, Constants]:
-        values = zip(names, (low + place * (high - low)).tolist(), strict=True)
-        changed: dict[Path, dict[str, float]] = {path: {} for path in paths}
-        for (path, name), value in values:
-            changed[path][name] = value
-        return {**CONSTANTS, **{path: replace(CONSTANTS[path], **of_path) for path, of_path in changed.items()}}
-
-    def predicted(constants: Mapping[Path, Constants], changed: Iterable[Path], before: Array) -> Array:
-        logs = before.copy()
-        for path in changed:
-            logs[data.places[path]] = data.logs(constants, path)
-        return logs
-
-    start = np.array([getattr(CONSTANTS[path], name) for path, name in names])
-    place = np.clip((start - low) / (high - low), 0.0, 1.0)
-    logs = predicted(at(place), Path, np.zeros(len(data.kernels)))
-    now, damping = data.residuals(logs), 0.1
+    data = _Data(rows)
+    places = _Places(data, paths)
+    place, damping = places.start(), 0.1
+    logs = places.predicted(place, Path, np.zeros(len(data.kernels)))
+    residuals = data.residuals(logs)
     for _ in range(ROUNDS):
-        slopes = np.empty((len(now), len(names)))
-        for column, (path, _) in enumerate(names):
-            moved = place.copy()
-            moved[column] += STEP if place[column] < 0.5 else -STEP
-            there = data.residuals(predicted(at(moved), (path,), logs))
-            slopes[:, column] = (there - now) / (moved[column] - place[column])
+        slopes = places.slopes(place, logs, residuals)
+        square = slopes.T @ slopes
         for _ in range(4):
-            square = slopes.T @ slopes
-            step = np.linalg.solve(square + damping * np.diag(np.diag(square) + 1e-6), -slopes.T @ now)
+            step = np.linalg.solve(square + damping * np.diag(np.diag(square) + 1e-6), -slopes.T @ residuals)
             tried = np.clip(place + step, 0.0, 1.0)
-            tried_logs = predicted(at(tried), paths, logs)
-            then = data.residuals(tried_logs)
-            if then @ then < now @ now:
-                place, logs, now, damping = tried, tried_logs, then, damping / 3
+            tried_logs = places.predicted(tried, paths, logs)
+            tried_residuals = data.residuals(tried_logs)
+            if tried_residuals @ tried_residuals < residuals @ residuals:
+                place, logs, residuals, damping = tried, tried_logs, tried_residuals, damping / 3
                 break
             damping *= 4
         else:
             break
-    constants |= {path: _rounded(at(place)[path], FITTED[path]) for path in paths}
-    return constants
+    fitted = places.constants(place)
+    return {**CONSTANTS, **{path: _rounded(fitted[path], FITTED[path]) for path in paths}}
 
 
 def all_rows(without: Collection[Problem] = ()) -> list[Row]:
