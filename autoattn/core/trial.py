@@ -81,7 +81,7 @@ class Prediction:
     """What the model of the GPU expects, and which unit it expects to bind."""
 
     time_us: float
-    bound: str  # tensor, exp, issue, shared, l2, dram or launch; latency when none of them takes half of the time
+    bound: str  # tensor, exp, issue, shared, l2, dram, launch or code; latency when none of them takes half of the time
     parts_us: dict[str, float]  # microseconds that each unit would need alone
     occupancy: int  # blocks that fit on one SM
     waves: float  # grid / (SMs x occupancy)
