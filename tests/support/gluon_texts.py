@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 TILE = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
 BARRIER = mbarrier.MBarrierLayout()
 DESCRIPTORS = {"source": ([64, 16], TILE), "target": ([64, 16], TILE)}
-CALL = {"num_warps": 4}
+OPTIONS = {"num_warps": 4}
 SIGNATURE = {
     "source": "tensordesc<fp16[64, 16],layout>",
     "target": "tensordesc<fp16[64, 16],layout>",
