@@ -88,16 +88,12 @@ def drawn(examples: Iterable[Example]) -> list[Example]:
 
 def compiled(example: Example, pool: Pool) -> Finalists:
     """Compiles a problem's measured variants for the card that measured them."""
-    waiting = {
-        pool.submit(
-            Inspect(source=render.render(example.problem, variant), arch=example.device.arch), COMPILE_SECONDS
-        ): variant
+    jobs = {
+        variant: Inspect(source=render.render(example.problem, variant), arch=example.device.arch)
         for variant in example.times_us
     }
-    reports: dict[Variant, StaticReport] = {}
-    while results := pool.next_results():
-        reports |= {waiting[ticket]: result for ticket, result in results if not isinstance(result, Failure)}
-    return of(example, reports)
+    results = pool.results(jobs, COMPILE_SECONDS)
+    return of(example, {variant: result for variant, result in results if not isinstance(result, Failure)})
 
 
 def of(example: Example, reports: Mapping[Variant, StaticReport]) -> Finalists:

@@ -138,8 +138,7 @@ def judged(rows: Sequence[Row], constants: Mapping[Path, Constants] = CONSTANTS)
 def left_out(problems: Sequence[Problem]) -> list[Quality]:
     """The rows of some problems, by constants fitted on all the others."""
     constants = model_fit.fit(model_fit.all_rows(without=problems))
-    rows = [*measured_kernels.recorded_rows(), *measured_kernels.finalist_rows()]
-    return judged([row for row in rows if row.problem in problems], constants)
+    return judged([row for row in model_fit.all_rows() if row.problem in problems], constants)
 
 
 def parts_to_leave_out() -> list[list[Problem]]:

@@ -103,14 +103,10 @@ def predicted(jobs: int) -> list[Recording]:
 
 
 def _compiled(pool: Pool, problem: Problem, variants: list[Variant]) -> dict[Variant, StaticReport | Failure]:
-    tickets = {}
-    for variant in variants:
-        job = Inspect(source=render.render(problem, variant), arch=DEVICE.arch)
-        tickets[pool.submit(job, COMPILE_SECONDS)] = variant
+    jobs = {variant: Inspect(source=render.render(problem, variant), arch=DEVICE.arch) for variant in variants}
     reports: dict[Variant, StaticReport | Failure] = {}
-    while len(reports) < len(variants):
-        for ticket, report in pool.next_results():
-            reports[tickets[ticket]] = report
+    for variant, report in pool.results(jobs, COMPILE_SECONDS):
+        reports[variant] = report
         print(f"\r{problem}: {len(reports)} of {len(variants)} compiled", end="", flush=True)
     print()
     return {variant: reports[variant] for variant in variants}

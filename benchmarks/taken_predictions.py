@@ -12,14 +12,14 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import finalists
 import near_limit
 from kept import tell
 
-from autoattn.core.problem import DType, Precision, Problem
+from autoattn.core.problem import Problem
 from autoattn.core.variant import Variant
 from autoattn.cost_model import accuracy, predictor
 
@@ -95,15 +95,14 @@ def table(known: Sequence[Prospect]) -> list[str]:
 
 def tables(known: Sequence[Prospect]) -> Iterator[str]:
     """A table of all problems, and one for each kind of numbers."""
-    float32 = [prospect for prospect in known if prospect.problem.dtype is DType.FLOAT32]
-    kinds = {
-        "All": known,
-        "16 bits": [prospect for prospect in known if prospect.problem.dtype is not DType.FLOAT32],
-        "tf32 and tf32x3": [prospect for prospect in float32 if prospect.problem.precision is not Precision.IEEE],
-        "IEEE float32": [prospect for prospect in float32 if prospect.problem.precision is Precision.IEEE],
+    kinds: dict[str, Collection[str]] = {
+        "All": finalists.COUNTS,
+        "16 bits": {finalists.SIXTEEN_BITS},
+        "tf32 and tf32x3": {"tf32", "tf32x3"},
+        "IEEE float32": {"ieee"},
     }
-    for name, of_kind in kinds.items():
-        if of_kind:
+    for name, numbers in kinds.items():
+        if of_kind := [prospect for prospect in known if finalists.numbers_of(prospect.problem) in numbers]:
             yield f"## {name}: {len(of_kind)} problems\n\n" + "\n".join(table(of_kind))
 
 

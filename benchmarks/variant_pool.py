@@ -47,7 +47,7 @@ TRITON_TILES = (
     (32, 32, 2), (32, 64, 4), (64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 32, 4), (128, 64, 4), (128, 64, 8),
     (128, 128, 8),
 )  # fmt: skip
-# Finals of float32 chose tiles of few warps, and of few rows beside many keys; they run in TRITON_TILES too.
+# Finals of float32 chose tiles of few warps too, and of few rows beside many keys.
 FLOAT32_ROWS_TILES = (*TRITON_TILES, (16, 128, 4), (32, 64, 2))
 FEW_ROWS_TILES = ((16, 32, 1), (16, 64, 2), (16, 64, 4), (16, 128, 4), (32, 64, 4), (64, 64, 4))
 SMALL_TILES = (

@@ -92,12 +92,8 @@ def inspect_kernels(
     pool: Pool, sources: Mapping[str, Source], device: Device, inspected: dict[str, StaticReport | Failure]
 ) -> None:
     """Compiles by all cores; on the card, Triton's cache has the kernels afterwards."""
-    tickets = {
-        pool.submit(Inspect(source=source, arch=device.arch), COMPILE_SECONDS): digest
-        for digest, source in sources.items()
-    }
-    while results := pool.next_results():
-        inspected |= {tickets[ticket]: result for ticket, result in results}
+    jobs = {digest: Inspect(source=source, arch=device.arch) for digest, source in sources.items()}
+    inspected.update(pool.results(jobs, COMPILE_SECONDS))
 
 
 def _rows(

@@ -114,14 +114,10 @@ class Outputs:
         """
         problem, operands = self.problem, self.case.operands
         explanation = planner.plan(Call(problem=problem, operands=operands), lse=False).explanation
-        route = (
-            explanation.variant.template
-            if explanation.route == KERNEL and explanation.variant is not None
-            else explanation.route
-        )
-        first = Contestant(name=OURS, ours=True, route=route, level=explanation.level.value)
-        if explanation.route == KERNEL and explanation.variant is not None:
-            first = replace(first, variant=explanation.variant)
+        variant = explanation.variant
+        first = Contestant(name=OURS, ours=True, route=explanation.route, level=explanation.level.value)
+        if explanation.route == KERNEL and variant is not None:
+            first = replace(first, route=variant.template, variant=variant)
         return explanation, first, front_door(problem, operands)
 
     def by_kernel(self, variant: Variant) -> Run:

@@ -218,11 +218,9 @@ def _words(explanation: Explanation, backend: str) -> str:
         return f"{explanation.variant.template}, {explanation.level.value}"
     if explanation.route == SDPA:
         return f"{explanation.route} {backend}"
-    return (
-        explanation.route.replace("-", " ")
-        if explanation.level is Level.SDPA
-        else f"{explanation.route}, {explanation.level.value}"
-    )
+    if explanation.level is Level.SDPA:
+        return explanation.route.replace("-", " ")
+    return f"{explanation.route}, {explanation.level.value}"
 
 
 def traced_backend(query: Tensor, key: Tensor, value: Tensor) -> str | None:

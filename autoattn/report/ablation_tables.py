@@ -109,12 +109,12 @@ def share(part: float) -> str:
 
 def markdown_text(run: Run) -> str:
     """Header, what each change does on average, the tables in the layout of the A100 tables, and every row."""
-    templating = report.environment(finalize=report.markdown_cell)
-    templating.filters.update(
+    jinja_environment = report.environment(finalize=report.markdown_cell)
+    jinja_environment.filters.update(
         effects=effects, precise=precise, share=share, ms=milliseconds, why=state, clock=lambda cells: clock(run, cells)
     )
     templates = list(dict.fromkeys(row.template for row in run.rows if row.baseline is not None))
-    return templating.get_template("ablation.md.j2").render(
+    return jinja_environment.get_template("ablation.md.j2").render(
         run=run,
         templates=templates,
         rows_of={name: [row for row in run.rows if row.template == name and row.cells] for name in templates},

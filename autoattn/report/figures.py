@@ -98,19 +98,19 @@ def lead_over(entry: CacheEntry, rival: Rival) -> float | Interval:
     return rival.lead if rival.lead is not None else lead(entry, rival)
 
 
-def even(ratio: float | Interval) -> bool:
+def even(lead: float | Interval) -> bool:
     """Whether an interval holds 1, so that nobody is known to be faster."""
-    return isinstance(ratio, Interval) and ratio.low <= 1.0 <= ratio.high
+    return isinstance(lead, Interval) and lead.low <= 1.0 <= lead.high
 
 
-def middle(ratio: float | Interval) -> float:
+def middle(lead: float | Interval) -> float:
     """The ratio itself."""
-    return ratio.ratio if isinstance(ratio, Interval) else ratio
+    return lead.ratio if isinstance(lead, Interval) else lead
 
 
-def standing(ratio: float | Interval) -> str:
+def standing(lead: float | Interval) -> str:
     """Whether a kernel with such a lead is faster, in a word for the page's colours; "" when nobody is."""
-    return "" if even(ratio) else "good" if middle(ratio) > 1.0 else "bad"
+    return "" if even(lead) else "good" if middle(lead) > 1.0 else "bad"
 
 
 def best_rival(entry: CacheEntry) -> tuple[str, float, str] | None:

@@ -120,9 +120,9 @@ def clock(row: Row) -> str:
 
 def markdown_text(run: Run) -> str:
     """Header, table, standings, what was not compared, kernels and clocks."""
-    templating = report.environment(finalize=report.markdown_cell)
-    templating.filters.update(ran=ran, cell=cell, clock=clock, spread=_spread, precise=precise)
-    return templating.get_template("comparison.md.j2").render(
+    jinja_environment = report.environment(finalize=report.markdown_cell)
+    jinja_environment.filters.update(ran=ran, cell=cell, clock=clock, spread=_spread, precise=precise)
+    return jinja_environment.get_template("comparison.md.j2").render(
         run=run,
         best=against_best(run.rows),
         each=against_each(run.rows),

@@ -63,14 +63,14 @@ def mebibytes(count: int | None) -> str:
 
 def markdown_text(run: Run) -> str:
     """Header, tables of times and of memory, and what has no numbers with the reason."""
-    templating = report.environment(finalize=report.markdown_cell)
-    templating.filters.update(tokens=tokens, ms=milliseconds, mib=mebibytes)
+    jinja_environment = report.environment(finalize=report.markdown_cell)
+    jinja_environment.filters.update(tokens=tokens, ms=milliseconds, mib=mebibytes)
     peers = [whose for whose in run.options.attention if whose is not Whose.OURS]
 
     def ratio(rows: list[Row], whose: Whose, part: Part) -> str:
         return figures.times(over_ours(rows, whose, part))
 
-    return templating.get_template("passes.md.j2").render(
+    return jinja_environment.get_template("passes.md.j2").render(
         run=run, fenced=report.fenced, tables=list(Table), parts=list(Part), others=peers, ratio=ratio,
         whose=run.options.attention,
     )  # fmt: skip

@@ -55,14 +55,14 @@ def gibibytes(row: Row) -> str:
 
 def markdown_text(run: Run) -> str:
     """Header, table, and what has no numbers with the reason."""
-    templating = report.environment(finalize=report.markdown_cell)
-    templating.filters.update(
+    jinja_environment = report.environment(finalize=report.markdown_cell)
+    jinja_environment.filters.update(
         ms=milliseconds,
         gib=gibibytes,
         case=case_of,
         ratio=lambda rows, row: figures.times(over_ours(rows, row.whose) or math.nan),
     )
-    return templating.get_template("timetable.md.j2").render(run=run, fenced=report.fenced)
+    return jinja_environment.get_template("timetable.md.j2").render(run=run, fenced=report.fenced)
 
 
 def csv_text(run: Run) -> str:

@@ -170,8 +170,8 @@ def answer(
     Returns:
         The output as the caller lays out tensors; with lse, (output, LSE).
     """
-    answered = execute.run(call, plan, lse=lse, records=like is None)
-    output, sums = answered
+    computed = execute.run(call, plan, lse=lse, records=like is None)
+    output, sums = computed
     if like is not None:
         output = operands.lying_as(output, like)
     output = operands.as_given(output, call.problem.layout)
@@ -179,5 +179,5 @@ def answer(
         sums = sums[0] if call.problem.packed else sums
         sums = sums if like is None else sums.contiguous()
     result = output if sums is None else (output, sums)
-    prepared_call.prepare(call_key, tensors, call, planner.settled(plan, call.problem), answered, result)
+    prepared_call.prepare(call_key, tensors, call, planner.settled(plan, call.problem), computed, result)
     return result

@@ -22,15 +22,16 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from autoattn.core.trial import Outcome
 from autoattn.errors import HostError
 from autoattn.hardware import host_faults
 
+Key = TypeVar("Key", bound=Hashable)
 START_SECONDS = 120.0  # importing torch and triton on a busy machine
 EXIT_SECONDS = 10.0  # from the end of a connection, or a kill, to the end of its process; a stuck driver takes longer
 KILLS = 3  # SIGKILLs of workers at the same job, after which the job is taken to be the reason
@@ -124,6 +125,13 @@ class Pool:
         while ticket not in results:
             results.update(self.next_results())
         return results[ticket]
+
+    def results(self, jobs: Mapping[Key, Job], seconds: float) -> Iterator[tuple[Key, Any]]:
+        """Runs jobs, and gives the key and the result or Failure of each as it ends; as `result` for an idle pool."""
+        keys = {self.submit(job, seconds): key for key, job in jobs.items()}
+        while keys:
+            for ticket, result in self.next_results():
+                yield keys.pop(ticket), result
 
     def next_results(self) -> list[tuple[int, Any]]:
         """Waits until at least one job ended; returns (ticket, result or Failure) of all that did."""

@@ -258,6 +258,8 @@ def test_constants_lie_within_their_bounds():
     for constants in CONSTANTS.values():
         assert all(low <= getattr(constants, name) <= high for name, (low, high) in BOUNDS.items())
     assert set(CONSTANTS) == set(Kind)
+    read = [CONSTANTS[kind].left_reads for kind in (Kind.WARPGROUP, Kind.SPECIALISED)]
+    assert read[0] == read[1], "of left factors by the same hardware"
 
 
 def test_the_page_has_the_constants_and_stars_those_at_their_bounds():

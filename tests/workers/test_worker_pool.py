@@ -111,6 +111,14 @@ def test_a_worker_remembers_between_jobs(pool: Pool) -> None:
     assert [pool.result(Count(), LONG) for _ in range(3)] == [1, 2, 3]
 
 
+def test_each_of_many_results_comes_under_the_key_of_its_job(make: Callable[..., Pool]) -> None:
+    pool = make(2)
+    results = dict(pool.results({name: Echo(name) for name in "abc"} | {"gone": Exit("abort")}, LONG))
+    assert {name: results[name][1] for name in "abc"} == {"a": "a", "b": "b", "c": "c"}
+    assert isinstance(results["gone"], Failure)
+    assert list(pool.results({}, LONG)) == []
+
+
 def test_a_large_result_and_a_large_job_arrive_whole(pool: Pool) -> None:
     assert pool.result(Large(50 * 2**20), LONG) == bytes(50 * 2**20)
     assert pool.result(Echo(b"x" * 2**22), LONG)[1] == b"x" * 2**22

@@ -103,11 +103,9 @@ def plan(
             traits = forward.merging(traits, merged, operands.query.element_size())
         spoken = size_class.regardless_of_batch(problem)
         prepared_plan = settled(prepare(spoken, traits, operands.query.device.index), problem)
-        return (
-            prepared_plan
-            if spoken is problem
-            else replace(prepared_plan, explanation=replace(prepared_plan.explanation, problem=problem))
-        )
+        if spoken is problem:
+            return prepared_plan
+        return replace(prepared_plan, explanation=replace(prepared_plan.explanation, problem=problem))
     except _NotLoadedError as error:
         without = decision.without_kernel(str(error), problem, lse=lse, learned=learned)
         return replace(_by_pytorch(without, repeats=learns and call.deterministic), lasting=False)
