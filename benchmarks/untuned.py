@@ -9,6 +9,8 @@ interleaved rounds, once their answers were checked:
 - tuned: what it runs after `autoattn tune --effort EFFORT`
 - the peers of `autoattn bench`
 
+Of untuned, default and predicted, those that run the same kernel are timed once.
+
 Ratios above 1 say that the first one is faster. --cache DIR keeps what is tuned, so that a second run goes on. Ctrl-C
 keeps what was compared.
 """
@@ -40,6 +42,7 @@ from autoattn.core.cache_entry import KERNEL
 from autoattn.core.device import Device
 from autoattn.core.paired_stats import Interval, Round
 from autoattn.core.problem import Problem
+from autoattn.core.variant import Variant
 from autoattn.hardware import nvidia
 from autoattn.report import figures
 from autoattn.runtime.plan import cache_lookup
@@ -57,6 +60,21 @@ class Choices:
 
     problem: Problem
     explanations: Mapping[str, Explanation]
+
+    def kernels(self) -> dict[str, Variant]:
+        """The kernels that run, each by the first contestant that runs it."""
+        kernels: dict[Variant, str] = {}
+        for name, explanation in self.explanations.items():
+            if explanation.route == KERNEL and explanation.variant is not None:
+                kernels.setdefault(explanation.variant, name)
+        return {name: variant for variant, name in kernels.items()}
+
+    def timed_as(self, name: str) -> str:
+        """The contestant whose times are those of `name`: the first with its kernel, or the backend that runs."""
+        explanation = self.explanations[name]
+        if explanation.route != KERNEL:
+            return explanation.route
+        return next((first for first, variant in self.kernels().items() if variant == explanation.variant), name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,14 +124,7 @@ def _user_cache(folder: Path) -> Iterator[None]:
 def standings(drawn: Sequence[Choices], peers: list[Peer], seconds: float, seed: int) -> Iterator[Standing]:
     """Times all contestants of each problem; the user's cache is the one that was tuned."""
     by_problem = {choice.problem: choice for choice in drawn}
-    beside = {
-        choice.problem.key: {
-            name: explanation.variant
-            for name, explanation in choice.explanations.items()
-            if explanation.route == KERNEL and explanation.variant is not None
-        }
-        for choice in drawn
-    }
+    beside = {choice.problem.key: choice.kernels() for choice in drawn}
     options = Options(seconds=seconds, seed=seed, beside=beside)
     for row in kernel_bench.rows([choice.problem for choice in drawn], peers, options):
         yield standing(row, by_problem[row.problem])
@@ -132,9 +143,7 @@ def gathered(compared: Iterable[Standing], count: int) -> list[Standing]:
 def standing(row: Row, choices: Choices) -> Standing:
     """How the contestants of a row compare; a choice of a backend has the backend's time."""
     timed = {contestant.name: contestant for contestant in row.contestants if contestant.timed}
-    aliases = {TUNED: entrants.OURS}
-    for name, explanation in choices.explanations.items():
-        aliases[name] = name if explanation.route == KERNEL else explanation.route
+    aliases = {TUNED: entrants.OURS} | {name: choices.timed_as(name) for name in choices.explanations}
     counting = {name: timed[alias] for name, alias in aliases.items() if alias in timed}
     best_peer = row.best_peer
     intervals = {}

@@ -19,7 +19,7 @@ from autoattn.codegen import resources, search_space, space_file
 from autoattn.codegen.feasibility import DerivedFacts, FactValues
 from autoattn.codegen.space_facts import FACTS, facts_of
 from autoattn.codegen.space_rules import Rule
-from autoattn.core import garbage_collection
+from autoattn.core import garbage_collection, size_class
 from autoattn.core.device import Device
 from autoattn.core.mask import Mask
 from autoattn.core.modifiers import Modifiers
@@ -261,23 +261,39 @@ def is_available(variant: Variant) -> bool:
 def starters_for(problem: Problem, device: Device) -> list[Variant]:
     """What a call runs, the portfolio's variants of a problem, then each template's seeds; all can run, each once."""
     variants, seeds = variants_for(problem, device), list(_seeds(problem, device))
-    first = first_of(problem, device, load(problem.op).suiting(problem, device), iter(variants), seeds)
-    return list(dict.fromkeys([*([] if first is None else [first]), *variants, *seeds]))
+    of_class, of_sizes = _of_class(problem, device), _first(problem, device)
+    first = [variant for variant in (of_class, of_sizes) if variant is not None]
+    return list(dict.fromkeys([*first, *variants, *seeds]))
 
 
 def default(problem: Problem, device: Device) -> Variant:
-    """What a call runs that no entry serves: the first variant of the portfolio, else the first template's default.
+    """What a call runs that no entry serves: the choice for its class of sizes, or for the sizes if that cannot run.
 
-    `first_of` says what runs in place of a first variant that cannot.
+    The choice is the first variant of the portfolio, else the first template's default. `first_of` says what runs in
+    place of a first variant that cannot.
 
     Raises:
         SpaceError: no template has a variant for the problem.
     """
-    suiting, able = load(problem.op).suiting(problem, device), iter(variants_for(problem, device))
-    first = first_of(problem, device, suiting, able, _seeds(problem, device)) or next(_seeds(problem, device), None)
-    if first is None:
+    variant = _of_class(problem, device) or _first(problem, device)
+    if variant is None:
         raise SpaceError("; ".join(space.why_no_default(problem, device) for space in search_space.of(problem.op)))
-    return first
+    return variant
+
+
+def _of_class(problem: Problem, device: Device) -> Variant | None:
+    """The choice for the class of a problem's sizes; None where it cannot run at the problem's own."""
+    variant = _first(size_class.representative(problem, device.sm_count), device)
+    if variant is None or search_space.load(variant.template).why_infeasible(variant, problem, device) is not None:
+        return None
+    return variant
+
+
+def _first(problem: Problem, device: Device) -> Variant | None:
+    """The choice for the sizes of a problem alone; None where no template has a variant."""
+    suiting, able = load(problem.op).suiting(problem, device), iter(variants_for(problem, device))
+    seeds = _seeds(problem, device)
+    return first_of(problem, device, suiting, able, seeds) or next(_seeds(problem, device), None)
 
 
 def _seeds(problem: Problem, device: Device) -> Iterator[Variant]:

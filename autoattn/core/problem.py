@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import lru_cache
 from operator import attrgetter
+from typing import TypeAlias
 
 from autoattn.core.key_cache import MAX_LATENT_DIM, KeyCache, are_latent_dims
 from autoattn.core.mask import Alignment, Mask, MaskKind
@@ -396,8 +397,9 @@ def _packed_pairs(problem: Problem) -> int:
 
 
 SIZES = ("batch", "seq_q", "seq_kv", "tokens_q", "tokens_kv")  # what may differ from call to call
+Sizes: TypeAlias = tuple[int, int, int, int, int]  # in this order
 _UNSIZED = tuple(field.name for field in fields(Problem) if field.name not in SIZES)
-sizes_of: Callable[[Problem], tuple[int, int, int, int, int]] = attrgetter(*SIZES)
+sizes_of: Callable[[Problem], Sizes] = attrgetter(*SIZES)
 _unsized_of = attrgetter(*_UNSIZED)
 # What writes each fact into a problem's slots, past the frozen dataclass
 _WRITE: tuple[Callable[[Problem, object], None], ...] = tuple(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from autoattn.codegen.feasibility import Judgement
 from autoattn.codegen.space_facts import size_facts
 from autoattn.core import size_class
 from autoattn.core.call_arguments import ARGUMENTS, PACKED_ARGUMENTS, KeyRole, names
-from autoattn.core.problem import MAX_SIZE, Layout, Problem, sizes_of
+from autoattn.core.device import Device
+from autoattn.core.problem import MAX_SIZE, Layout, Problem, Sizes, sizes_of
 from autoattn.hardware import nvidia
 from autoattn.kernels import forward
 from autoattn.runtime import call_cache, prepared_call
@@ -36,7 +37,6 @@ from autoattn.tensors import cu_seqlens, score_tensors
 from autoattn.tensors.operands import View
 from autoattn.tensors.score_tensors import UNCHANGED, ScoreViews
 
-Sizes: TypeAlias = tuple[int, int, int, int, int]  # in the order of SIZES
 MAX_CLASSES = 1024  # of sizes, of one family
 SELDOM = names(ARGUMENTS, KeyRole.SELDOM)
 _LAYOUTS = {layout.value: layout for layout in Layout}
@@ -72,6 +72,7 @@ class _Family:
     """What calls share that differ in batch and lengths alone."""
 
     problem: Problem  # of one of them
+    sm_count: int  # of the card
     backward_problem: Problem | None  # of its gradients, where somebody may differentiate
     known: KnownCalls | None  # None where no kernels answer
     memory: tuple[int, bool]  # `forward.memory_of_views` of query, key and value; nothing reaches far
@@ -203,7 +204,7 @@ def prepare(sized: SizedKey | None, tensors: tuple[Tensor, ...]) -> PreparedCall
     problem, views = family.problem.resized(*sized.sizes), _views_of(sized)
     if forward.may_reach_far(problem) or _memory_of(views, sized, problem) != family.memory:
         return None
-    of_class = _class_of(sized.sizes)
+    of_class = size_class.smallest(sized.sizes, problem.heads_q, family.sm_count)
     choice = family.choices.get(of_class)
     if choice is None:
         choice = family.choose(of_class, problem, sized.sizes)  # which asks the kernels' rules too
@@ -224,16 +225,19 @@ def remember(sized: SizedKey | None, call: Call, plan: Plan) -> None:
     prepared = None if sized is None else call_cache.find(sized.call_key)
     if sized is None or prepared is None or plan.repeats or sizes_of(call.problem) != sized.sizes:
         return
-    of_class = _class_of(sized.sizes)
+    card = nvidia.present(call.operands.query.device.index)
+    if card is None:
+        return
+    of_class = size_class.smallest(sized.sizes, call.problem.heads_q, card.sm_count)
     if not _speaks_for(plan, of_class) or forward.may_reach_far(call.problem):
         return
     family = call_cache.find_family(sized.family)
     if family is None:
-        family = _new_family(sized, call, plan)
+        family = _new_family(sized, call, plan, card)
         call_cache.keep_family(sized.family, family)
     if family.known is not None:
         family.known.note(plan)
-    judgements = _judgements_of(call, plan)
+    judgements = _judgements_of(call, plan, card)
     sizes_read = frozenset().union(*(judgement.sizes_read for judgement in judgements))
     family.keep(of_class, _Choice(plan=plan, prepared=prepared, judgements=judgements, sizes_read=sizes_read))
 
@@ -259,26 +263,20 @@ def _memory_of(views: tuple[View, View, View], sized: SizedKey, problem: Problem
     return forward.memory_of_views(views, sized.addresses, problem.dtype.bytes)
 
 
-def _class_of(sizes: Sizes) -> Sizes:
-    batch, seq_q, seq_kv, tokens_q, tokens_kv = map(size_class.rounding(packed=sizes[-1] > 0), sizes)
-    return batch, seq_q, seq_kv, tokens_q, tokens_kv
-
-
 def _may_run(choice: _Choice, problem: Problem) -> bool:
     """Whether the kernels of a class are feasible at these sizes."""
     sizes = size_facts(problem, choice.sizes_read)
     return all(judgement.why_not(sizes) is None for judgement in choice.judgements)
 
 
-def _new_family(sized: SizedKey, call: Call, plan: Plan) -> _Family:
+def _new_family(sized: SizedKey, call: Call, plan: Plan, card: Device) -> _Family:
     problems = [call.problem] if plan.backward_problem is None else [call.problem, plan.backward_problem]
-    device = nvidia.present(call.operands.query.device.index)
-    assert device is not None, "a class of sizes is of a card"
-    of_kind = [tuned_entries.of(problem, device, inventory.folders(None)) for problem in problems]
+    of_kind = [tuned_entries.of(problem, card, inventory.folders(None)) for problem in problems]
     tuned = (places for each in of_kind for group in (each.measured, each.predicted) for places in group.values())
     index = call.operands.query.device.index
     return _Family(
         problem=call.problem,
+        sm_count=card.sm_count,
         backward_problem=plan.backward_problem,
         known=KnownCalls.of(plan, call.problem, index),
         memory=_memory_of(_views_of(sized), sized, call.problem),
@@ -286,15 +284,13 @@ def _new_family(sized: SizedKey, call: Call, plan: Plan) -> _Family:
     )
 
 
-def _judgements_of(call: Call, plan: Plan) -> tuple[Judgement, ...]:
+def _judgements_of(call: Call, plan: Plan, card: Device) -> tuple[Judgement, ...]:
     """What rules ask of sizes for the kernels of a plan, if any."""
-    device = nvidia.present(call.operands.query.device.index)
-    assert device is not None, "a class of sizes is of a card"
     variants = [(plan.explanation.variant, call.problem)] if plan.kernel is not None else []
     if plan.gradients is not None and plan.backward_problem is not None:
         variants.append((plan.gradients.source.variant, plan.backward_problem))
     return tuple(
-        feasibility.specialised(search_space.load(variant.template).judgement_of(variant, problem, device))
+        feasibility.specialised(search_space.load(variant.template).judgement_of(variant, problem, card))
         for variant, problem in variants
         if variant is not None
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import untuned
 from autoattn.bench.kernel_results import Contestant, Row
 from autoattn.cache import store
 from autoattn.core.problem import DType, Op, Precision
+from autoattn.core.variant import Variant
 from autoattn.runtime.plan.explanations import Explanation, Level
 from autoattn.runtime.plan.reasons import Reasons
 
@@ -75,6 +77,19 @@ def test_ratios_above_one_say_that_the_first_is_faster() -> None:
     assert compared.ratio("tuned", "peer") == pytest.approx(1.2)
     assert compared.ratio("predicted", "tuned") is None
     assert compared.intervals["untuned over tuned"].ratio == pytest.approx(100 / 110)
+
+
+def test_contestants_of_the_same_kernel_are_timed_once_and_share_its_times() -> None:
+    small, large = (Variant.of("triton/forward", {"BLOCK_M": rows}) for rows in (16, 64))
+    runs = {"untuned": small, "default": large, "predicted": large}
+    choices = untuned.Choices(
+        problem=PROBLEM,
+        explanations={name: replace(explanation("kernel"), variant=variant) for name, variant in runs.items()},
+    )
+    assert choices.kernels() == {"untuned": small, "default": large}
+    compared = untuned.standing(standing().row, choices)
+    assert compared.times_us["predicted"] == compared.times_us["default"] == 200.0
+    assert compared.ratio("predicted", "default") == 1.0
 
 
 def test_what_was_compared_before_ctrl_c_is_kept(capsys: pytest.CaptureFixture[str]) -> None:

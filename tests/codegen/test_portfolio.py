@@ -19,6 +19,7 @@ from autoattn.core.modifiers import Bias, Modifiers
 from autoattn.core.problem import DType, Layout, Numerics, Op
 from autoattn.core.variant import Variant
 from autoattn.errors import SpaceError
+from autoattn.runtime.plan import cache_lookup
 
 H200, A30 = samples.H200, samples.A30
 DECODE = samples.problem(seq_q=1)
@@ -86,6 +87,13 @@ def test_answers_lead_to_variants_of_all_templates_in_their_order(write: Write) 
     assert portfolio.variants_for(PREFILL, H200) == [GLUON, OTHER]
     assert portfolio.default(DECODE, H200) == TRITON
     assert portfolio.default(PREFILL, H200) == GLUON
+
+
+def test_a_default_is_what_the_class_of_sizes_runs_before_what_the_sizes_ask_for(write: Write, tmp_path: Path) -> None:
+    write(document(question("seq_kv < 4400", (GLUON,), (OTHER,))))
+    between = samples.problem(seq_kv=4500)  # of the class from 4,097 keys on
+    assert portfolio.default(between, H200) == cache_lookup.explain(between, H200, tmp_path).variant == GLUON
+    assert portfolio.starters_for(between, H200)[:2] == [GLUON, OTHER]
 
 
 def test_what_cannot_run_gives_way_to_the_next_and_then_to_seeds(write: Write) -> None:

@@ -65,7 +65,7 @@ def explain_among(problem: Problem, tuned: TunedEntries) -> Explanation:
     keys = _keys_of(problem) if tuned_entries.lengths_of(problem) in tuned.lengths else ()
     if any(key in tuned.measured or key in tuned.predicted or key in tuned.of_sisters for key in keys):
         return _Lookup(problem, tuned, keys).run()
-    smallest = size_class.representative(problem)
+    smallest = size_class.representative(problem, tuned.device.sm_count)
     shared = tuned.answers.get(smallest)
     if shared is None:
         # What was tuned for the smallest problem itself says nothing of others in its class.

@@ -762,7 +762,7 @@ def test_an_explanation_reads_as_one_line(tmp_path: Path) -> None:
 def test_sizes_of_a_class_share_what_its_smallest_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = written(tmp_path, measured(NEAR))
     first = explained(folder, samples.problem(seq_kv=4400))
-    assert first.chosen_for == samples.problem(seq_kv=4096)
+    assert first.chosen_for == samples.problem(seq_kv=4097)
     monkeypatch.setattr(cache_lookup.tuned_entries, "distance", lambda *sizes: pytest.fail("a known class was walked"))
     second = explained(folder, samples.problem(seq_kv=4500))
     assert second == replace(first, problem=samples.problem(seq_kv=4500))
@@ -781,7 +781,7 @@ def test_a_kernel_of_a_class_that_cannot_run_at_a_problems_sizes_gives_way(
     space = search_space.load("gluon/forward")
     alone = explained(tmp_path, short)
     larger = short.resized(16, 4096, 4096)
-    monkeypatch.setattr(cache_lookup.size_class, "representative", lambda problem: larger)
+    monkeypatch.setattr(cache_lookup.size_class, "representative", lambda problem, sm_count: larger)
     cache_lookup.tuned_entries.of(short, H200, cache_lookup.inventory.folders(tmp_path)).answers.clear()
     chosen = explained(tmp_path, larger).variant
     assert chosen is not None

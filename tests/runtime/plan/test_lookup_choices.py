@@ -75,7 +75,7 @@ def chosen_one_by_one(problem: Problem) -> tuple[str, CacheEntry | None, Variant
 def test_a_class_gets_what_the_rules_say_one_by_one(kind: Problem, seed: int, repeats: bool) -> None:
     problem = drawn.resized(random.Random(seed), kind, drawn.LARGE).problem.simplified()
     problem = replace(problem, deterministic=repeats and problem.op is Op.BACKWARD)
-    smallest = size_class.representative(problem)
+    smallest = size_class.representative(problem, H200.sm_count)
     explanation = cache_lookup.explain(problem, H200)
     if explanation.level in (Level.EXACT, Level.PREDICTED):
         return

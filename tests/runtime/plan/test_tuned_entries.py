@@ -93,7 +93,7 @@ def test_a_new_class_renders_nothing_hashes_nothing_and_says_nothing(
     forbidden()
     classes = {size_class.rounded(length) for length in range(512, 16384)}
     explanations = [cache_lookup.explain(replace(problem, seq_kv=length), H200, folder) for length in sorted(classes)]
-    assert len(explanations) == 32
+    assert len(explanations) == 64
     if level is Level.DEFAULT:
         assert {explanation.level for explanation in explanations} == {Level.DEFAULT}
         assert all(len(explanation.reasons.texts) == len(tuned) + 3 for explanation in explanations)
