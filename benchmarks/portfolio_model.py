@@ -52,6 +52,7 @@ SCALES = Path(__file__).resolve().parent / "data" / "feature_scales.json"
 NOISE = 0.002  # variance of the logarithm of a time measured in rounds
 DIGITS = 2  # of the logarithm of a predicted time
 ROWS_AT_ONCE = 1024  # of the covariance of all samples
+SAMPLES_AT_ONCE = 512  # of a prediction, so that their covariances stay in a core's cache
 GROUPS_AT_ONCE = 100  # of inputs, whose covariance with all samples takes 0.4 GB
 ROUGH = 3  # times as much of a screened one
 
@@ -194,30 +195,36 @@ class TimeModel:
         """
         self._mean, self._deviation = inputs.mean(axis=0), (inputs.std(axis=0) + 1e-9) / np.array(weights)
         self._offset = float(targets.mean())
-        self._inputs = self._scaled(inputs)
+        self._samples = self._scaled(inputs)
+        self._columns = _columns(self._samples)
         self._factor = self._factored(noise)
         self._weights = self._solved((targets - self._offset)[:, None])[:, 0]
 
     def __getstate__(self) -> dict[str, Any]:
         """What other processes need to predict: not the factor, which has gigabytes."""
-        return {name: value for name, value in vars(self).items() if name != "_factor"}
+        return {name: value for name, value in vars(self).items() if name not in ("_factor", "_samples")}
 
     def predict(self, inputs: Array) -> Array:
         """The targets of other inputs."""
-        return self._offset + self._covariance(self._scaled(inputs), self._inputs) @ self._weights
+        rows = _rows(self._scaled(inputs))
+        predicted = np.full(len(rows), self._offset)
+        for begin in range(0, len(self._weights), SAMPLES_AT_ONCE):
+            known = slice(begin, begin + SAMPLES_AT_ONCE)
+            predicted += _covariance(rows, self._columns[:, known]) @ self._weights[known]
+        return predicted
 
     def believed(self, groups: Sequence[Array]) -> Iterator[tuple[Array, Array]]:
         """The targets of each group of inputs, [inputs], and how their errors go together, [inputs, inputs]."""
         for begin in range(0, len(groups), GROUPS_AT_ONCE):
             scaled = [self._scaled(inputs) for inputs in groups[begin : begin + GROUPS_AT_ONCE]]
-            cross = self._covariance(self._inputs, np.concatenate(scaled))  # [samples, inputs of the groups]
+            cross = _covariance(_rows(np.concatenate(scaled)), self._columns).T  # [samples, inputs of the groups]
             explained = self._solved(cross)
             ends = np.cumsum([len(inputs) for inputs in scaled])[:-1]
             for inputs, of_known, by_known in zip(
                 scaled, np.split(cross, ends, axis=1), np.split(explained, ends, axis=1), strict=True
             ):
                 expected = self._offset + of_known.T @ self._weights
-                yield expected, self._covariance(inputs, inputs) - of_known.T @ by_known
+                yield expected, _covariance(_rows(inputs), _columns(inputs)) - of_known.T @ by_known
 
     def times_us(self, problem: Problem, variants: Sequence[Variant], device: Device) -> dict[Variant, float]:
         """What variants are believed to take, rounded so that the last bits of a sum decide nothing."""
@@ -239,7 +246,7 @@ class TimeModel:
         covariance = np.empty((len(noise), len(noise)))
         for begin in range(0, len(noise), ROWS_AT_ONCE):
             rows = slice(begin, begin + ROWS_AT_ONCE)
-            covariance[rows] = self._covariance(self._inputs[rows], self._inputs)
+            covariance[rows] = _covariance(_rows(self._samples[rows]), self._columns)
         covariance[np.diag_indices(len(noise))] += noise
         columns = torch.from_numpy(covariance).mT  # LAPACK factors columns where they lie; the matrix is symmetric
         return torch.linalg.cholesky(columns, out=columns)
@@ -248,21 +255,32 @@ class TimeModel:
         scaled: Array = (inputs - self._mean) / (self._deviation * LENGTH_SCALE)
         return scaled
 
-    @staticmethod
-    def _covariance(left: Array, right: Array) -> Array:
-        """Matern's, of smoothness 3/2, in as few arrays as will do: [left, right]."""
-        distance: Array = left @ right.T  # of which the squares of both lengths make a square of a distance
-        distance *= -2.0
-        distance += (left**2).sum(axis=1)[:, None]
-        distance += (right**2).sum(axis=1)[None]
-        np.maximum(distance, 0.0, out=distance)
-        distance *= 3.0
-        np.sqrt(distance, out=distance)
-        covariance = np.negative(distance)
-        np.exp(covariance, out=covariance)
-        distance += 1.0
-        covariance *= distance
-        return covariance
+
+def _rows(scaled: Array) -> Array:
+    """Scaled features, [inputs, features], as the left factor of a product that gives three times squared distances."""
+    return np.concatenate([-6.0 * scaled, 3.0 * _squares(scaled), np.full((len(scaled), 1), 3.0)], axis=1)
+
+
+def _columns(scaled: Array) -> Array:
+    """The right factor of that product: [features and two, inputs]."""
+    return np.ascontiguousarray(np.concatenate([scaled, np.ones((len(scaled), 1)), _squares(scaled)], axis=1).T)
+
+
+def _squares(scaled: Array) -> Array:
+    squares: Array = (scaled**2).sum(axis=1)[:, None]
+    return squares
+
+
+def _covariance(rows: Array, columns: Array) -> Array:
+    """Matern's, of smoothness 3/2, in as few arrays as will do: [inputs of the rows, inputs of the columns]."""
+    distance: Array = rows @ columns
+    np.maximum(distance, 0.0, out=distance)
+    np.sqrt(distance, out=distance)
+    covariance = np.negative(distance)
+    np.exp(covariance, out=covariance)
+    distance += 1.0
+    covariance *= distance
+    return covariance
 
 
 def target(problem: Problem, device: Device, time_us: float) -> float:

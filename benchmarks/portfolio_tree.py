@@ -35,10 +35,17 @@ LET = {
     "tiles": "heads_q * batch * ((queries / batch + 127) // 128) / sm_count",
     "half_tiles": "heads_q * batch * ((queries / batch + 63) // 64) / sm_count",
     "shared_tiles": "heads_kv * batch * ((queries / batch * group_size + 127) // 128) / sm_count",
+    # Turns that tiles of 128 and of 192 rows take on the SMs, how full they are, and the rows that wide ones compute
+    # for each row of the others
+    "turns": "(heads_q * batch * ((queries / batch + 127) // 128) + sm_count - 1) // sm_count",
+    "wide_turns": "(heads_q * batch * ((queries / batch + 191) // 192) + sm_count - 1) // sm_count",
+    "last_turn": "turns / tiles",
+    "last_wide_turn": "wide_turns / (heads_q * batch * ((queries / batch + 191) // 192) / sm_count)",
+    "wide_rows": "1.5 * wide_turns / turns",
 }
 FEATURES = (
     "element_bytes", "ieee", "tf32", "head", "split", "rows", "keys_per_row", "group_size", "sides", "sequence_tiles",
-    "key_heads", "shared_rows", "tiles", "half_tiles", "shared_tiles",
+    "key_heads", "shared_rows", "tiles", "half_tiles", "shared_tiles", "last_turn", "last_wide_turn", "wide_rows",
 )  # fmt: skip
 # What the tree asks first: problems of other numbers have other feasible variants, so that a list for several numbers
 # has one or two variants for each.
@@ -128,7 +135,23 @@ class _Table:
             while len(left) and len(columns) < MOST_LISTED and (not columns or len(rows) <= MOST_NEAR):
                 columns.append(self.list_of(left)[1][0])
                 left = self._left(rows, columns)
-        return self._complemented(ancestors[-1], columns)
+        return self._complemented(ancestors[-1], self._with_single_turns(ancestors[-1], columns))
+
+    def _with_single_turns(self, rows: Rows, columns: Sequence[int]) -> list[int]:
+        """The list with a variant for each example whose programs end with their tile.
+
+        Programs that take one tile after the other need more tiles than there are SMs. All examples of a leaf may have
+        them, and problems that come to it not.
+        """
+        columns, single = list(columns), [not _takes_turns(variant) for variant in self.variants]
+        left = np.where(single, self.costs[rows], np.nan)
+        left = left[np.isnan(left[:, columns]).all(axis=1)]
+        while not np.isnan(left).all():
+            sums = np.where(np.isnan(left), _cost(SEEDS), left).sum(axis=0)
+            column = int(np.where(np.isnan(left).all(axis=0), np.inf, sums).argmin())
+            columns.append(column)
+            left = left[np.isnan(left[:, column])]
+        return columns
 
     def _left(self, rows: Rows, columns: list[int]) -> Rows:
         """Those of some examples that can run no variant of these columns."""
@@ -156,6 +179,12 @@ class _Table:
 def _cost(regret: float) -> float:
     """What a logarithm of time over the best costs."""
     return regret + SLOW * regret * regret
+
+
+def _takes_turns(variant: Variant) -> bool:
+    """Whether a program takes one tile after the other."""
+    params = variant.as_dict()
+    return params.get("schedule", "one_tile") != "one_tile" or params.get("PERSISTENT") == 1
 
 
 def _order(variant: Variant) -> tuple[str, str]:

@@ -333,6 +333,18 @@ def test_the_shipped_portfolio_is_what_the_committed_measurements_give() -> None
     assert result.exit_code == 0, result.output
 
 
+def test_a_list_has_a_variant_for_problems_of_too_few_tiles_for_programs_that_take_turns() -> None:
+    space = search_space.load("gluon/forward")
+    seed = space.default(problem_of(1), H200).as_dict()
+    in_turn, single, slow = (
+        space.variant({**seed, "schedule": schedule, "BLOCK_N": keys})
+        for schedule, keys in (("dynamic", 128), ("one_tile", 128), ("one_tile", 64))
+    )
+    examples = [example(problem_of(batch), {in_turn: 1.0, single: 1.001, slow: 2.0}) for batch in range(1, 9)]
+    tree = portfolio_tree.grow(examples)
+    assert tree == (in_turn, single)
+
+
 def test_a_file_reads_back_as_the_tree_that_it_was_written_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
