@@ -26,6 +26,7 @@ import portfolios
 import variant_pool
 from portfolio_tree import Example
 
+from autoattn.codegen import portfolio
 from autoattn.core import kernel_kind
 from autoattn.core.kernel_kind import KernelKind
 from autoattn.core.problem import Problem
@@ -85,7 +86,7 @@ def loss(example: Example, variant: Variant, cover: Collection[Variant]) -> floa
     time_us = example.times_us.get(variant)
     if time_us is None:
         tried = example.met_cover and variant in cover
-        if not tried or not portfolio_tree.is_feasible(variant, example.problem, example.device):
+        if not tried or not portfolio.is_feasible(variant, example.problem, example.device):
             return None
         time_us = portfolios.BEHIND * max(example.times_us.values())
     return math.log(min(MOST, time_us / example.best_us))

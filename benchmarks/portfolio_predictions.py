@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import drawn_calls
 import environment
-import portfolio_tree
 from portfolio_model import TimeModel
 
+from autoattn.codegen import portfolio
 from autoattn.core import kernel_kind
 from autoattn.core.device import Device
 from autoattn.core.problem import DType, Precision, Problem
@@ -58,7 +58,7 @@ class _Predictor:
     def times_us(self, problem: Problem) -> list[tuple[int, float]]:
         """Places in the cover of what can run a problem, and its predicted times."""
         able = [number for number, variant in enumerate(self.cover)
-                if portfolio_tree.is_feasible(variant, problem, self.card)]  # fmt: skip
+                if portfolio.is_feasible(variant, problem, self.card)]  # fmt: skip
         if not able:
             return []
         times = self.model.times_us(problem, [self.cover[number] for number in able], self.card)

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from autoattn.codegen import portfolio, search_space
+from autoattn.codegen import portfolio
 from autoattn.codegen.feasibility import DerivedFacts
 from autoattn.codegen.portfolio import Question, Tree
 from autoattn.codegen.space_facts import facts_of
@@ -35,12 +35,13 @@ LET = {
     "tiles": "heads_q * batch * ((queries / batch + 127) // 128) / sm_count",
     "half_tiles": "heads_q * batch * ((queries / batch + 63) // 64) / sm_count",
     "shared_tiles": "heads_kv * batch * ((queries / batch * group_size + 127) // 128) / sm_count",
-    # Turns that tiles of 128 and of 192 rows take on the SMs, how full they are, and the rows that wide ones compute
-    # for each row of the others
-    "turns": "(heads_q * batch * ((queries / batch + 127) // 128) + sm_count - 1) // sm_count",
-    "wide_turns": "(heads_q * batch * ((queries / batch + 191) // 192) + sm_count - 1) // sm_count",
+    # Turns that tiles of 128 and of 192 rows take on the SMs, how full the last one is, and the rows that wide ones
+    # compute for each row of the others
+    "wide_tiles": "heads_q * batch * ((queries / batch + 191) // 192) / sm_count",
+    "turns": "-(-tiles // 1)",
+    "wide_turns": "-(-wide_tiles // 1)",
     "last_turn": "turns / tiles",
-    "last_wide_turn": "wide_turns / (heads_q * batch * ((queries / batch + 191) // 192) / sm_count)",
+    "last_wide_turn": "wide_turns / wide_tiles",
     "wide_rows": "1.5 * wide_turns / turns",
 }
 FEATURES = (
@@ -191,11 +192,6 @@ def _order(variant: Variant) -> tuple[str, str]:
     return variant.template, str(variant)
 
 
-def is_feasible(variant: Variant, problem: Problem, device: Device) -> bool:
-    """Whether a variant can run a problem."""
-    return search_space.load(variant.template).why_infeasible(variant, problem, device) is None
-
-
 def grow(examples: Sequence[Example]) -> Tree:
     """A decision tree of these problems."""
     ordered = sorted(examples, key=lambda example: (example.problem.key, example.device.name))
@@ -297,7 +293,7 @@ def _round_between(low: float, high: float) -> float:
 def choice(example: Example, tree: Tree) -> Variant | None:
     """The variant that a call of an example's problem runs; None where seeds are left."""
     variants = portfolio.leaf_of(tree, example.facts)
-    return next((each for each in variants if is_feasible(each, example.problem, example.device)), None)
+    return next((each for each in variants if portfolio.is_feasible(each, example.problem, example.device)), None)
 
 
 def regret(example: Example, tree: Tree) -> float | None:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
-from portfolio_tree import Example, is_feasible
+from portfolio_tree import Example
 
 from autoattn.cache import store
 from autoattn.codegen import portfolio, resources, search_space
@@ -203,7 +203,7 @@ def _covering(examples: Sequence[Example]) -> Iterator[Variant]:
 
 def feasible(variants: Sequence[Variant], problem: Problem, device: Device) -> list[Variant]:
     """Those that can run a problem."""
-    return [variant for variant in variants if is_feasible(variant, problem, device)]
+    return [variant for variant in variants if portfolio.is_feasible(variant, problem, device)]
 
 
 def _holds(space: search_space.SearchSpace, variant: Variant) -> bool:

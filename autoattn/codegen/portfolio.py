@@ -152,12 +152,17 @@ def _condition(text: str) -> tuple[str, float]:
 
 def variants_for(problem: Problem, device: Device) -> list[Variant]:
     """The variants of a problem that can run, best first."""
-    return [
-        variant
-        for variant in load(problem.op).suiting(problem, device)
-        if is_available(variant)
-        and search_space.load(variant.template).why_infeasible(variant, problem, device) is None
-    ]
+    return list(_able(problem, device, load(problem.op).suiting(problem, device)))
+
+
+def _able(problem: Problem, device: Device, suiting: Sequence[Variant]) -> Iterator[Variant]:
+    """What can run of a list, in its order; judged as far as it is taken."""
+    return (variant for variant in suiting if is_available(variant) and is_feasible(variant, problem, device))
+
+
+def is_feasible(variant: Variant, problem: Problem, device: Device) -> bool:
+    """Whether the rules of its template let a variant run."""
+    return search_space.load(variant.template).why_infeasible(variant, problem, device) is None
 
 
 def was_measured_for(problem: Problem, device: Device) -> bool:
@@ -219,7 +224,7 @@ def _of_plain_twin(problem: Problem, device: Device, suiting: Sequence[Variant])
         tokens_kv=0,
     )
     for place, variant in enumerate(suiting[:-1]):
-        if search_space.load(variant.template).why_infeasible(variant, twin, device) is None:
+        if is_feasible(variant, twin, device):
             return suiting[place:]
     return suiting
 
@@ -284,16 +289,14 @@ def default(problem: Problem, device: Device) -> Variant:
 def _of_class(problem: Problem, device: Device) -> Variant | None:
     """The choice for the class of a problem's sizes; None where it cannot run at the problem's own."""
     variant = _first(size_class.representative(problem, device.sm_count), device)
-    if variant is None or search_space.load(variant.template).why_infeasible(variant, problem, device) is not None:
-        return None
-    return variant
+    return variant if variant is not None and is_feasible(variant, problem, device) else None
 
 
 def _first(problem: Problem, device: Device) -> Variant | None:
     """The choice for the sizes of a problem alone; None where no template has a variant."""
-    suiting, able = load(problem.op).suiting(problem, device), iter(variants_for(problem, device))
-    seeds = _seeds(problem, device)
-    return first_of(problem, device, suiting, able, seeds) or next(_seeds(problem, device), None)
+    suiting, seeds = load(problem.op).suiting(problem, device), _seeds(problem, device)
+    first = first_of(problem, device, suiting, _able(problem, device, suiting), seeds)
+    return first or next(_seeds(problem, device), None)
 
 
 def _seeds(problem: Problem, device: Device) -> Iterator[Variant]:
