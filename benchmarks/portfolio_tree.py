@@ -30,14 +30,15 @@ LET = {
     "sides": "bounded_left + bounded_right",
     "sequence_tiles": "heads_q * queries / 128 / sm_count",
     "key_heads": "heads_kv * batch / sm_count",
-    "shared_rows": "queries / batch * group_size",
-    # Tiles for each SM, of which the last wave may be short
-    "tiles": "heads_q * batch * ((queries / batch + 127) // 128) / sm_count",
-    "half_tiles": "heads_q * batch * ((queries / batch + 63) // 64) / sm_count",
-    "shared_tiles": "heads_kv * batch * ((queries / batch * group_size + 127) // 128) / sm_count",
+    "shared_rows": "rows * group_size",
+    # Tiles for each SM, of which the last wave may be short. Packed sequences have less than a row each where some are
+    # empty: a quotient is rounded up as it is.
+    "tiles": "heads_q * batch * -(-rows // 128) / sm_count",
+    "half_tiles": "heads_q * batch * -(-rows // 64) / sm_count",
+    "shared_tiles": "heads_kv * batch * -(-shared_rows // 128) / sm_count",
     # Turns that tiles of 128 and of 192 rows take on the SMs, how full the last one is, and the rows that wide ones
     # compute for each row of the others
-    "wide_tiles": "heads_q * batch * ((queries / batch + 191) // 192) / sm_count",
+    "wide_tiles": "heads_q * batch * -(-rows // 192) / sm_count",
     "turns": "-(-tiles // 1)",
     "wide_turns": "-(-wide_tiles // 1)",
     "last_turn": "turns / tiles",

@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 import samples
+import strategies
+from hypothesis import given
 
 from autoattn.codegen import portfolio, resources, search_space
+from autoattn.codegen.feasibility import DerivedFacts
+from autoattn.codegen.space_facts import facts_of
 from autoattn.core import device_profiles
 from autoattn.core.mask import Mask
 from autoattn.core.modifiers import Bias, Modifiers
-from autoattn.core.problem import DType, Layout, Numerics, Op
+from autoattn.core.problem import DType, Layout, Numerics, Op, Problem
 from autoattn.core.variant import Variant
 from autoattn.errors import SpaceError
 from autoattn.runtime.plan import cache_lookup
@@ -247,3 +251,17 @@ def test_a_problem_is_asked_what_its_answers_lead_to_and_no_more(write: Write) -
     assert portfolio.variants_for(DECODE, H200)[0] == TRITON
     with pytest.raises(SpaceError, match="division by zero"):
         portfolio.variants_for(PREFILL, H200)
+
+
+@given(strategies.problems(tiny=False))
+def test_every_question_of_the_shipped_portfolio_has_an_answer_on_every_problem(problem: Problem) -> None:
+    let = portfolio.load(Op.FORWARD).let
+    facts = DerivedFacts(facts_of(problem, H200), let)
+    assert all(math.isfinite(float(facts[name])) for name in let)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5])
+def test_packed_sequences_of_which_most_have_no_query_have_a_default(tokens: int) -> None:
+    """They have less than one query each."""
+    call = samples.problem(layout=Layout.PACKED, batch=4, seq_q=1, seq_kv=500, tokens_q=tokens, tokens_kv=2000)
+    assert portfolio.default(call, H200) == portfolio.default(replace(call, tokens_q=4), H200)
