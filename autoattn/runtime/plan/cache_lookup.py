@@ -18,7 +18,7 @@ from autoattn.codegen.space_facts import size_facts
 from autoattn.core import size_class
 from autoattn.core.cache_entry import KERNEL, CacheEntry
 from autoattn.core.device import Device
-from autoattn.core.problem import Numerics, Op, Problem
+from autoattn.core.problem import Numerics, Op, Problem, sizes_of
 from autoattn.core.variant import Variant
 from autoattn.runtime.plan import explanations, lookup_sentences, tuned_entries
 from autoattn.runtime.plan.explanations import Explanation, Level
@@ -62,7 +62,7 @@ def explain_among(problem: Problem, tuned: TunedEntries) -> Explanation:
 
     A kernel that cannot run at these sizes gives way to what their own walk finds.
     """
-    keys = _keys_of(problem) if tuned_entries.lengths_of(problem) in tuned.lengths else ()
+    keys = _keys_of(problem) if sizes_of(problem) in tuned.sizes else ()
     if any(key in tuned.measured or key in tuned.predicted or key in tuned.of_sisters for key in keys):
         return _Lookup(problem, tuned, keys).run()
     smallest = size_class.representative(problem, tuned.device.sm_count)
@@ -166,10 +166,10 @@ class _Lookup:
         self.verdicts: dict[int, str | None] = {}  # id of what entries ask of sizes -> why these are not such
         self.steps: list[Text] = list(tuned.foreign)
         self.unavailable = ""
-        sizes = tuned_entries.sizes_of(problem)
-        self.octaves = tuned_entries.octaves_of(sizes)
+        extents = tuned_entries.extents_of(problem)
+        self.octaves = tuned_entries.octaves_of(extents)
         self.work = tuned_entries.work_of(self.octaves, tuned.device)
-        self.bucket = tuned_entries.bucket(problem, sizes)
+        self.bucket = tuned_entries.bucket(problem, extents)
 
     @cached_property
     def suiting(self) -> tuple[Variant, ...]:

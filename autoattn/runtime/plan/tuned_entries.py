@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,7 +22,7 @@ from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.kernel_kind import KernelKind
 from autoattn.core.mask import MaskKind
-from autoattn.core.problem import SIZES, Numerics, Op, Problem
+from autoattn.core.problem import Numerics, Op, Problem, Sizes, sizes_of
 from autoattn.runtime.plan.kind_rules import KindRules
 
 MAX_KINDS = 512  # whose entries are kept
@@ -34,11 +33,9 @@ FULL_TILE = 9.0  # queries of a sequence
 LONG_PROGRAM = 11.0  # keys
 FULL_WAVES = 3.0  # tiles for each SM
 MANY_ROWS = 8.0  # queries of all heads that share keys
-Sizes: TypeAlias = tuple[float, float, float, float]  # `sizes_of` a problem
+Extents: TypeAlias = tuple[float, float, float, float]  # `extents_of` a problem
 Octaves: TypeAlias = tuple[float, float, float, float]  # `octaves_of` these
-Lengths: TypeAlias = tuple[int, int, int, int, int]  # SIZES of a problem
 Bucket: TypeAlias = tuple[int, ...]
-lengths_of: Callable[[Problem], Lengths] = attrgetter(*SIZES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,7 +65,7 @@ class TunedEntries:
     neighbours: tuple[Neighbour, ...]  # the problems of `measured`
     sisters: tuple[Neighbour, ...]  # problems that sister cards measured
     of_sisters: frozenset[str]  # the keys of these
-    lengths: frozenset[Lengths]  # of all problems here
+    sizes: frozenset[Sizes]  # of all problems here
     foreign: tuple[str, ...]  # what is said of files that speak of another card
     buckets: dict[int, Bucket]  # ids of all entries here -> `bucket` of their problems
     answers: dict[Problem, Any] = field(default_factory=dict)  # who speaks for a class of sizes -> what it gets
@@ -178,7 +175,7 @@ def read(op: Op, device: Device, folders: tuple[Path, ...], kind: KernelKind | N
         neighbours=tuple(_neighbour(key, places, device) for key, places in of_card.items()),
         sisters=sisters,
         of_sisters=frozenset(neighbour.key for neighbour in sisters),
-        lengths=frozenset(lengths_of(places[0].entry.problem) for places in groups),
+        sizes=frozenset(sizes_of(places[0].entry.problem) for places in groups),
         foreign=tuple(
             f"{store.path_in(folder, file)} speaks of {file.fingerprint}, not of {device.fingerprint}"
             for folder, file in files
@@ -217,14 +214,14 @@ def _sisters(op: Op, device: Device, folders: tuple[Path, ...], kind: KernelKind
 
 def _of_sister(neighbour: Neighbour, card: SisterCard, device: Device) -> Neighbour:
     """A sister card's problem, as far from problems of this card as the work of one SM is."""
-    queries, keys, heads, group = sizes_of(neighbour.places[0].entry.problem)
+    queries, keys, heads, group = extents_of(neighbour.places[0].entry.problem)
     octaves = octaves_of((queries, keys, heads * device.sm_count / card.sm_count, group))
     return replace(neighbour, octaves=octaves, work=work_of(octaves, device), card=card)
 
 
 def _neighbour(key: str, places: tuple[Placed, ...], device: Device) -> Neighbour:
     problem = places[0].entry.problem
-    octaves = octaves_of(sizes_of(problem))
+    octaves = octaves_of(extents_of(problem))
     return Neighbour(
         key=key,
         octaves=octaves,
@@ -236,13 +233,13 @@ def _neighbour(key: str, places: tuple[Placed, ...], device: Device) -> Neighbou
     )
 
 
-def bucket(problem: Problem, sizes: Sizes | None = None) -> Bucket:
+def bucket(problem: Problem, extents: Extents | None = None) -> Bucket:
     """Lengths, keys that a query sees, and heads, rounded up to powers of two.
 
     Args:
-        sizes: `sizes_of` the problem, where they are known.
+        extents: `extents_of` the problem, where they are known.
     """
-    queries, keys, heads, group = map(int, sizes or sizes_of(problem))  # written out: a new length asks for it
+    queries, keys, heads, group = map(int, extents or extents_of(problem))  # written out: a new length asks for it
     return (
         max(0, queries - 1).bit_length(),
         max(0, keys - 1).bit_length(),
@@ -252,7 +249,7 @@ def bucket(problem: Problem, sizes: Sizes | None = None) -> Bucket:
     )
 
 
-def sizes_of(problem: Problem) -> Sizes:
+def extents_of(problem: Problem) -> Extents:
     """Queries of a mean sequence, its keys, heads of all sequences, and group size.
 
     Of keys count those that a mean query sees (at least 1), where the lengths do not tell: in a window, in a block
@@ -266,9 +263,9 @@ def sizes_of(problem: Problem) -> Sizes:
     return queries, keys, problem.batch * problem.heads_q, problem.group_size
 
 
-def octaves_of(sizes: Sizes) -> Octaves:
-    """Logarithms of `sizes_of`, of which neighbours keep theirs."""
-    queries, keys, heads, group = sizes
+def octaves_of(extents: Extents) -> Octaves:
+    """Logarithms of `extents_of`, of which neighbours keep theirs."""
+    queries, keys, heads, group = extents
     log2 = math.log2
     return log2(queries), log2(keys), log2(heads), log2(group)
 
@@ -293,12 +290,12 @@ def fills_multiprocessors(octaves: Octaves, device: Device) -> bool:
 
 def distance_between(problem: Problem, other: Problem) -> float:
     """Octaves between two problems, summed over queries of a sequence, keys, heads and group size."""
-    return distance(octaves_of(sizes_of(problem)), octaves_of(sizes_of(other)))
+    return distance(octaves_of(extents_of(problem)), octaves_of(extents_of(other)))
 
 
 def work_between(problem: Problem, other: Problem, device: Device) -> float:
     """The same of their `work_of`."""
-    octaves, others = octaves_of(sizes_of(problem)), octaves_of(sizes_of(other))
+    octaves, others = octaves_of(extents_of(problem)), octaves_of(extents_of(other))
     return distance(work_of(octaves, device), work_of(others, device))
 
 
