@@ -29,6 +29,7 @@ from autoattn.core.variant import Value, Variant
 from autoattn.cost_model import tile_schedule
 
 Array: TypeAlias = npt.NDArray[np.float64]
+Owner: TypeAlias = tuple[Problem, Device]  # of times
 LAUNCH_US = 4.0
 L2_BYTES_PER_US = 5.5e6
 SHARED_MEMORY = 227_000  # bytes of an SM that programs may have
@@ -49,7 +50,8 @@ CHOICES: tuple[tuple[str, tuple[Value, ...]], ...] = (
 )
 LENGTH_SCALE = 14.0  # of the kernel, in standard deviations of the features, which each have a weight of their own
 SCALES = Path(__file__).resolve().parent / "data" / "feature_scales.json"
-NOISE = 0.002  # variance of the logarithm of a time measured in rounds
+NOISE = 0.001  # variance of the logarithm of a time measured in rounds
+IN_COMMON = 0.003  # variance of what the logarithms of all times of a problem on a card have in common
 DIGITS = 2  # of the logarithm of a predicted time
 ROWS_AT_ONCE = 1024  # of the covariance of all samples
 SAMPLES_AT_ONCE = 512  # of a prediction, so that their covariances stay in a core's cache
@@ -181,24 +183,70 @@ def scales() -> Mapping[str, float]:
     return weights
 
 
+def target(problem: Problem, device: Device, time_us: float) -> float:
+    """What the model predicts in place of a time."""
+    return math.log(time_us / (LAUNCH_US + roofline_us(problem, device)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One time of a variant."""
+
+    problem: Problem
+    variant: Variant
+    device: Device
+    time_us: float
+    rough: bool  # a first look
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """Samples as a Gaussian process takes them."""
+
+    names: tuple[str, ...]  # of the features
+    inputs: Array  # [samples, features]
+    values: Array  # [samples], logarithms
+    noise: Array  # [samples], variances of these
+    owners: tuple[Owner, ...]  # of each sample
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> Targets:
+        """The features and targets of samples."""
+        first = samples[0]
+        return cls(
+            names=tuple(features(first.problem, first.variant, first.device)),
+            inputs=matrix((sample.problem, sample.variant, sample.device) for sample in samples),
+            values=np.array([target(sample.problem, sample.device, sample.time_us) for sample in samples]),
+            noise=np.array([NOISE * (ROUGH if sample.rough else 1) for sample in samples]),
+            owners=tuple((sample.problem, sample.device) for sample in samples),
+        )
+
+    def numbers(self) -> npt.NDArray[np.intp]:
+        """A number for each sample, which those of one owner share: [samples]."""
+        known = {owner: number for number, owner in enumerate(dict.fromkeys(self.owners))}
+        return np.array([known[owner] for owner in self.owners])
+
+
 class TimeModel:
     """A Gaussian process over the logarithm of time over the roofline's."""
 
-    def __init__(self, inputs: Array, targets: Array, noise: Array, weights: Sequence[float]) -> None:
+    def __init__(self, known: Targets, weights: Sequence[float]) -> None:
         """Fits.
 
         Args:
-            inputs: [samples, features].
-            targets: [samples], logarithms.
-            noise: [samples], variances of the targets.
+            known: the samples.
             weights: of the features.
         """
-        self._mean, self._deviation = inputs.mean(axis=0), (inputs.std(axis=0) + 1e-9) / np.array(weights)
-        self._offset = float(targets.mean())
-        self._samples = self._scaled(inputs)
+        self._mean = known.inputs.mean(axis=0)
+        self._deviation = (known.inputs.std(axis=0) + 1e-9) / np.array(weights)
+        self._offset = float(known.values.mean())
+        self._samples = self._scaled(known.inputs)
         self._columns = _columns(self._samples)
-        self._factor = self._factored(noise)
-        self._weights = self._solved((targets - self._offset)[:, None])[:, 0]
+        self._factor = self._factored(known)
+        self._weights = self._solved((known.values - self._offset)[:, None])[:, 0]
+        self._in_common = dict.fromkeys(known.owners, 0.0)
+        for owner, weight in zip(known.owners, self._weights, strict=True):
+            self._in_common[owner] += IN_COMMON * float(weight)
 
     def __getstate__(self) -> dict[str, Any]:
         """What other processes need to predict: not the factor, which has gigabytes."""
@@ -214,7 +262,10 @@ class TimeModel:
         return predicted
 
     def believed(self, groups: Sequence[Array]) -> Iterator[tuple[Array, Array]]:
-        """The targets of each group of inputs, [inputs], and how their errors go together, [inputs, inputs]."""
+        """The targets of each group of inputs, [inputs], and how their errors go together, [inputs, inputs].
+
+        Without what the times of a problem have in common, which says nothing of which is the shortest.
+        """
         for begin in range(0, len(groups), GROUPS_AT_ONCE):
             scaled = [self._scaled(inputs) for inputs in groups[begin : begin + GROUPS_AT_ONCE]]
             cross = _covariance(_rows(np.concatenate(scaled)), self._columns).T  # [samples, inputs of the groups]
@@ -229,6 +280,7 @@ class TimeModel:
     def times_us(self, problem: Problem, variants: Sequence[Variant], device: Device) -> dict[Variant, float]:
         """What variants are believed to take, rounded so that the last bits of a sum decide nothing."""
         logs = self.predict(matrix((problem, variant, device) for variant in variants))
+        logs += self._in_common.get((problem, device), 0.0)
         least_us = LAUNCH_US + roofline_us(problem, device)
         return {
             variant: least_us * math.exp(round(float(log), DIGITS)) for variant, log in zip(variants, logs, strict=True)
@@ -241,13 +293,14 @@ class TimeModel:
         solved: Array = torch.linalg.solve_triangular(self._factor.mT, half, upper=True).numpy()
         return solved
 
-    def _factored(self, noise: Array) -> torch.Tensor:
+    def _factored(self, known: Targets) -> torch.Tensor:
         """The factor of the samples' covariance, in its memory: 8 bytes times the square of the samples."""
-        covariance = np.empty((len(noise), len(noise)))
-        for begin in range(0, len(noise), ROWS_AT_ONCE):
+        covariance, numbers = np.empty((len(known.noise), len(known.noise))), known.numbers()
+        for begin in range(0, len(known.noise), ROWS_AT_ONCE):
             rows = slice(begin, begin + ROWS_AT_ONCE)
             covariance[rows] = _covariance(_rows(self._samples[rows]), self._columns)
-        covariance[np.diag_indices(len(noise))] += noise
+            covariance[rows] += IN_COMMON * (numbers[rows, None] == numbers)
+        covariance[np.diag_indices(len(known.noise))] += known.noise
         columns = torch.from_numpy(covariance).mT  # LAPACK factors columns where they lie; the matrix is symmetric
         return torch.linalg.cholesky(columns, out=columns)
 
@@ -283,44 +336,7 @@ def _covariance(rows: Array, columns: Array) -> Array:
     return covariance
 
 
-def target(problem: Problem, device: Device, time_us: float) -> float:
-    """What the model predicts in place of a time."""
-    return math.log(time_us / (LAUNCH_US + roofline_us(problem, device)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One time of a variant."""
-
-    problem: Problem
-    variant: Variant
-    device: Device
-    time_us: float
-    rough: bool  # a first look
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Targets:
-    """Samples as a Gaussian process takes them: [samples, features], [samples] logarithms, and their variances."""
-
-    names: tuple[str, ...]  # of the features
-    inputs: Array
-    values: Array
-    noise: Array
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample]) -> Targets:
-        """The features and targets of samples."""
-        first = samples[0]
-        return cls(
-            names=tuple(features(first.problem, first.variant, first.device)),
-            inputs=matrix((sample.problem, sample.variant, sample.device) for sample in samples),
-            values=np.array([target(sample.problem, sample.device, sample.time_us) for sample in samples]),
-            noise=np.array([NOISE * (ROUGH if sample.rough else 1) for sample in samples]),
-        )
-
-
 def fit(samples: Sequence[Sample]) -> TimeModel:
     """A model of measured times."""
     known = Targets.of(samples)
-    return TimeModel(known.inputs, known.values, known.noise, [scales()[name] for name in known.names])
+    return TimeModel(known, [scales()[name] for name in known.names])

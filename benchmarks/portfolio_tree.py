@@ -36,18 +36,32 @@ LET = {
     "tiles": "heads_q * batch * -(-rows // 128) / sm_count",
     "half_tiles": "heads_q * batch * -(-rows // 64) / sm_count",
     "shared_tiles": "heads_kv * batch * -(-shared_rows // 128) / sm_count",
-    # Turns that tiles of 128 and of 192 rows take on the SMs, how full the last one is, and the rows that wide ones
-    # compute for each row of the others
     "wide_tiles": "heads_q * batch * -(-rows // 192) / sm_count",
+    # Turns that these take on the SMs, how full the last one is, and the rows that half and wide tiles compute for each
+    # row of the others
     "turns": "-(-tiles // 1)",
+    "half_turns": "-(-half_tiles // 1)",
     "wide_turns": "-(-wide_tiles // 1)",
     "last_turn": "turns / tiles",
+    "last_half_turn": "half_turns / half_tiles",
+    "last_shared_turn": "-(-shared_tiles // 1) / shared_tiles",
     "last_wide_turn": "wide_turns / wide_tiles",
+    "half_rows": "0.5 * half_turns / turns",
     "wide_rows": "1.5 * wide_turns / turns",
+    # Rows of tiles of 64 that hold a query, and how many tiles heads apart have for one of heads that share it
+    "rows_used": "rows / (64 * -(-rows // 64))",
+    "shared_rows_used": "shared_rows / (64 * -(-shared_rows // 64))",
+    "tiles_apart": "group_size * -(-rows // 64) / -(-shared_rows // 64)",
+    # Keys that the tiles of an SM walk over, and the share of a sequence's keys that a query sees
+    "keys_walked": "tiles * keys_per_row",
+    "shared_keys_walked": "shared_tiles * keys_per_row",
+    "keys_seen": "keys_per_row / seq_kv",
 }
 FEATURES = (
     "element_bytes", "ieee", "tf32", "head", "split", "rows", "keys_per_row", "group_size", "sides", "sequence_tiles",
-    "key_heads", "shared_rows", "tiles", "half_tiles", "shared_tiles", "last_turn", "last_wide_turn", "wide_rows",
+    "key_heads", "shared_rows", "tiles", "half_tiles", "shared_tiles", "last_turn", "last_half_turn",
+    "last_shared_turn", "last_wide_turn", "half_rows", "wide_rows", "rows_used", "shared_rows_used", "tiles_apart",
+    "keys_walked", "shared_keys_walked", "keys_seen",
 )  # fmt: skip
 # What the tree asks first: problems of other numbers have other feasible variants, so that a list for several numbers
 # has one or two variants for each.
@@ -102,25 +116,25 @@ class _Table:
                 if variant in example.times_us:
                     self.costs[row, column] = _cost(math.log(example.times_us[variant] / example.best_us))
         self.features = np.array([[float(example.facts[name]) for name in FEATURES] for example in self.examples])
-        able, sums = (~np.isnan(self.costs)).sum(axis=0), np.nansum(self.costs, axis=0)
+        self.able = ~np.isnan(self.costs)
+        self.able_costs = np.where(self.able, self.costs, 0.0)
         # What most examples can run, and of these the cheapest: a leaf's examples are not all problems that come to it.
-        self.last_resort = int(np.lexsort((sums, -able))[0])
+        self.last_resort = int(np.lexsort((self.able_costs.sum(axis=0), -self.able.sum(axis=0)))[0])
 
     def list_of(self, rows: Rows) -> tuple[float, list[int]]:
         """The variants of which the first that can run is the fastest over some examples, and the sum of costs."""
-        left, columns, total = self.costs[rows], [], 0.0
-        while len(left) and len(columns) < MOST_VARIANTS:
-            unable = np.isnan(left)
+        able, costs, columns, total = self.able[rows], self.able_costs[rows], [], 0.0
+        while len(costs) and len(columns) < MOST_VARIANTS:
             behind = _cost(NEXT if len(columns) < MOST_VARIANTS - 1 else SEEDS)
-            sums = np.where(unable, behind, left).sum(axis=0)
-            column = int(np.where(unable.all(axis=0), np.inf, sums).argmin())
-            taken = ~unable[:, column]
-            if not taken.any():
+            counts, sums = able.sum(axis=0), costs.sum(axis=0)
+            column = int(np.where(counts == 0, np.inf, sums + behind * (len(costs) - counts)).argmin())
+            if not counts[column]:
                 break
-            total += float(left[taken, column].sum())
+            total += float(sums[column])
             columns.append(column)
-            left = left[~taken]
-        return total + _cost(SEEDS) * len(left), columns
+            left = ~able[:, column]
+            able, costs = able[left], costs[left]
+        return total + _cost(SEEDS) * len(costs), columns
 
     def completed(self, ancestors: Sequence[Rows]) -> list[int]:
         """The list of a leaf, with a variant for each example near it.

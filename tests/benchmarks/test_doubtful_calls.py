@@ -59,12 +59,13 @@ def test_a_call_unlike_all_that_was_measured_comes_before_one_that_was(model: Ti
     assert first.expected_loss > 0.05 > second.expected_loss
 
 
-def test_the_model_is_sure_of_what_was_measured_alone_and_believes_what_it_predicts(model: TimeModel) -> None:
+def test_the_model_is_sure_of_ratios_that_were_measured_alone_and_believes_what_it_predicts(model: TimeModel) -> None:
     groups = [portfolio_model.matrix([(problem(seq), FAST, H200), (problem(seq), SLOW, H200)]) for seq in (2048, 40)]
     (mean, sure), (_, unsure) = model.believed(groups)
     assert np.allclose(mean, model.predict(groups[0]))
     assert sure.shape == (2, 2)
-    assert sure[0, 0] < portfolio_model.NOISE < unsure[0, 0]
+    ratio = np.array([1.0, -1.0])  # of logarithms
+    assert ratio @ sure @ ratio < 2 * portfolio_model.NOISE < ratio @ unsure @ ratio
 
 
 def test_few_calls_of_a_kind_of_kernel_are_chosen_those_first_that_lose_most() -> None:
@@ -94,3 +95,15 @@ def test_seeds_that_are_examined_are_not_chosen_from() -> None:
     result = CliRunner().invoke(portfolios.app, ["choose", "--seed", "81"])
     assert result.exit_code == 2
     assert "seeds below 1000 draw what untuned.py examines" in " ".join(result.output.split())
+
+
+def test_a_problem_that_is_slow_with_one_variant_is_slow_with_another_but_its_neighbours_are_not() -> None:
+    known = [
+        portfolio_model.Sample(
+            problem=problem(seq), device=H200, variant=FAST, time_us=factor * seq**2 / 1e4, rough=False
+        )
+        for seq, factor in zip(LENGTHS, (1.0, 1.0, 1.2, 1.0, 1.0), strict=True)
+    ]
+    model = portfolio_model.fit(known)
+    slower = {seq: math.log(model.times_us(problem(seq), (SLOW,), H200)[SLOW]) for seq in (2048, 2049)}
+    assert slower[2048] > slower[2049] + 0.01
