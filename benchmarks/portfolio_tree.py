@@ -48,7 +48,8 @@ LET = {
     "last_wide_turn": "wide_turns / wide_tiles",
     "half_rows": "0.5 * half_turns / turns",
     "wide_rows": "1.5 * wide_turns / turns",
-    # Rows of tiles of 64 that hold a query, and how many tiles heads apart have for one of heads that share it
+    # The share of the rows of tiles of 64 that hold a query, of one head and of heads that share a tile, and how many
+    # tiles heads apart have for one of theirs
     "rows_used": "rows / (64 * -(-rows // 64))",
     "shared_rows_used": "shared_rows / (64 * -(-shared_rows // 64))",
     "tiles_apart": "group_size * -(-rows // 64) / -(-shared_rows // 64)",

@@ -264,4 +264,5 @@ def test_every_question_of_the_shipped_portfolio_has_an_answer_on_every_problem(
 def test_packed_sequences_of_which_most_have_no_query_have_a_default(tokens: int) -> None:
     """They have less than one query each."""
     call = samples.problem(layout=Layout.PACKED, batch=4, seq_q=1, seq_kv=500, tokens_q=tokens, tokens_kv=2000)
-    assert portfolio.default(call, H200) == portfolio.default(replace(call, tokens_q=4), H200)
+    default = portfolio.default(call, H200)
+    assert search_space.load(default.template).why_infeasible(default, call, H200) is None
