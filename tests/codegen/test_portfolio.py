@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import samples
 import strategies
-from hypothesis import given
+from hypothesis import example, given
 
 from autoattn.codegen import portfolio, resources, search_space
 from autoattn.codegen.feasibility import DerivedFacts
@@ -253,7 +253,13 @@ def test_a_problem_is_asked_what_its_answers_lead_to_and_no_more(write: Write) -
         portfolio.variants_for(PREFILL, H200)
 
 
+MOSTLY_EMPTY = samples.problem(
+    layout=Layout.PACKED, batch=4, seq_q=1, seq_kv=500, tokens_q=1, tokens_kv=2000
+)  # less than one query a sequence
+
+
 @given(strategies.problems(tiny=False))
+@example(MOSTLY_EMPTY)
 def test_every_question_of_the_shipped_portfolio_has_an_answer_on_every_problem(problem: Problem) -> None:
     let = portfolio.load(Op.FORWARD).let
     facts = DerivedFacts(facts_of(problem, H200), let)
@@ -262,7 +268,6 @@ def test_every_question_of_the_shipped_portfolio_has_an_answer_on_every_problem(
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5])
 def test_packed_sequences_of_which_most_have_no_query_have_a_default(tokens: int) -> None:
-    """They have less than one query each."""
-    call = samples.problem(layout=Layout.PACKED, batch=4, seq_q=1, seq_kv=500, tokens_q=tokens, tokens_kv=2000)
+    call = replace(MOSTLY_EMPTY, tokens_q=tokens)
     default = portfolio.default(call, H200)
     assert search_space.load(default.template).why_infeasible(default, call, H200) is None
