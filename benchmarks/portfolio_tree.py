@@ -111,20 +111,21 @@ class _Table:
         self.examples = list(examples)
         self.least_gain = least_gain  # of a split, in the sum of these examples
         self.variants = sorted({variant for example in examples for variant in example.times_us}, key=_order)
-        self.costs: Array = np.full((len(self.examples), len(self.variants)), np.nan)  # NaN: it cannot run
+        shape = len(self.examples), len(self.variants)
+        self.able = np.zeros(shape, dtype=bool)  # whether it can run
+        self.costs: Array = np.zeros(shape)  # 0 where it cannot
         for row, example in enumerate(self.examples):
             for column, variant in enumerate(self.variants):
                 if variant in example.times_us:
+                    self.able[row, column] = True
                     self.costs[row, column] = _cost(math.log(example.times_us[variant] / example.best_us))
         self.features = np.array([[float(example.facts[name]) for name in FEATURES] for example in self.examples])
-        self.able = ~np.isnan(self.costs)
-        self.able_costs = np.where(self.able, self.costs, 0.0)
         # What most examples can run, and of these the cheapest: a leaf's examples are not all problems that come to it.
-        self.last_resort = int(np.lexsort((self.able_costs.sum(axis=0), -self.able.sum(axis=0)))[0])
+        self.last_resort = int(np.lexsort((self.costs.sum(axis=0), -self.able.sum(axis=0)))[0])
 
     def list_of(self, rows: Rows) -> tuple[float, list[int]]:
         """The variants of which the first that can run is the fastest over some examples, and the sum of costs."""
-        able, costs, columns, total = self.able[rows], self.able_costs[rows], [], 0.0
+        able, costs, columns, total = self.able[rows], self.costs[rows], [], 0.0
         while len(costs) and len(columns) < MOST_VARIANTS:
             behind = _cost(NEXT if len(columns) < MOST_VARIANTS - 1 else SEEDS)
             counts, sums = able.sum(axis=0), costs.sum(axis=0)
@@ -161,18 +162,19 @@ class _Table:
         them, and problems that come to it not.
         """
         columns, single = list(columns), [not _takes_turns(variant) for variant in self.variants]
-        left = np.where(single, self.costs[rows], np.nan)
-        left = left[np.isnan(left[:, columns]).all(axis=1)]
-        while not np.isnan(left).all():
-            sums = np.where(np.isnan(left), _cost(SEEDS), left).sum(axis=0)
-            column = int(np.where(np.isnan(left).all(axis=0), np.inf, sums).argmin())
+        able, costs = self.able[rows] & single, self.costs[rows]
+        left = ~able[:, columns].any(axis=1)
+        while (able := able[left]).any():
+            costs = costs[left]
+            sums = np.where(able, costs, _cost(SEEDS)).sum(axis=0)
+            column = int(np.where(able.any(axis=0), sums, np.inf).argmin())
             columns.append(column)
-            left = left[np.isnan(left[:, column])]
+            left = ~able[:, column]
         return columns
 
     def _left(self, rows: Rows, columns: list[int]) -> Rows:
         """Those of some examples that can run no variant of these columns."""
-        left: Rows = rows[np.isnan(self.costs[rows][:, columns]).all(axis=1)]
+        left: Rows = rows[~self.able[rows][:, columns].any(axis=1)]
         return left
 
     def _complemented(self, rows: Rows, columns: Sequence[int]) -> list[int]:
@@ -181,7 +183,7 @@ class _Table:
         Then comes the last resort, for problems that none of these can run.
         """
         columns = list(columns)
-        costs = np.where(np.isnan(self.costs[rows]), _cost(SEEDS), self.costs[rows])
+        costs = np.where(self.able[rows], self.costs[rows], _cost(SEEDS))
         best = costs[:, columns].min(axis=1) if columns else np.full(len(rows), _cost(SEEDS))
         while len(columns) < MOST_VARIANTS:
             sums = np.minimum(costs, best[:, None]).sum(axis=0)
