@@ -303,7 +303,8 @@ class _Bench:
             entrant.mark(times_us=times, calls=counts[name], host_us=host)
             if host is not None and host > stopwatch.hidden_us:
                 entrant.note(
-                    f"its host takes more than the {stopwatch.hidden_us:.0f} us that are hidden; its time has some"
+                    f"its host takes more than the {stopwatch.hidden_us:.0f} us that the first spin hides; "
+                    "its time may have some"
                 )
         return Timing.GRAPH if by_graph else Timing.EVENTS, tuple(taken.pulses), note
 

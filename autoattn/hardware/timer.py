@@ -1,7 +1,9 @@
 """Times kernels on the GPU: cold L2, warm clocks, rivals interleaved in random order.
 
 Each sample is one call between two CUDA events. The L2 is flushed before it by writing exactly its size, and a spin
-of the GPU lets the host enqueue the whole sample first, so that launch overhead is not measured.
+of the GPU lets the host enqueue the whole sample first, so that launch overhead is not measured. A host that came late
+all the same, as it does while compilers are at work on all cores, leaves a gap between the events: that sample is taken
+again, behind a longer spin.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ Call = Callable[[], object]
 WARM_SECONDS = 0.15  # less leaves the first contestants slower: triton issue 2306
 SPIN_CYCLES = 450_000  # about 250 us at 1.8 GHz: the host needs up to 80 us to enqueue one call of SDPA's backends
 HIDDEN_US = 220.0  # of the host's time that the spin hides at any clock up to 1980 MHz, less what enqueuing it takes
+RETAKES = 3  # of a sample for which the host came late, each behind a spin twice as long as the one before
 HOST_BOUND_US = 2_000.0  # calls longer than this hide the host's work by themselves
 LOSER = 1.5  # a call this many times slower than the best is not measured further
 SCREEN_SECONDS = 0.03  # of GPU time for one variant of the search
@@ -89,19 +92,24 @@ class Stopwatch:
 
     def samples(self, call: Call, count: int, *, spin: bool = True) -> list[float]:
         """Times `count` calls, in microseconds each."""
-        events = []
-        for _ in range(count):
+        events = [self._sample(call, self.spins if spin else 0) for _ in range(count)]
+        torch.cuda.synchronize(self.device)
+        self.stay_warm()
+        return [begin.elapsed_time(end) * 1e3 for begin, end in events]
+
+    def _sample(self, call: Call, spins: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """Enqueues one call between two events; behind spins, again where the GPU was done with them too soon."""
+        for retake in range(RETAKES + 1):
             self._flush.zero_()
-            if spin:
-                torch_private.spin(self.spins * SPIN_CYCLES)
+            if spins:
+                torch_private.spin(spins * 2**retake * SPIN_CYCLES)
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             call()
             end.record()
-            events.append((begin, end))
-        torch.cuda.synchronize(self.device)
-        self.stay_warm()
-        return [begin.elapsed_time(end) * 1e3 for begin, end in events]
+            if not spins or not begin.query():
+                break
+        return begin, end
 
     def screen(self, call: Call, best_us: float | None) -> Screening:
         """A first median; stops as soon as the call is clearly no rival of the best so far."""

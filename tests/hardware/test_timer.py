@@ -1,14 +1,17 @@
-"""What is made of samples; the stopwatch itself is tested on a GPU."""
+"""How samples are taken of a GPU that is made up, and what is made of them; the stopwatch itself is tested on a GPU."""
 
 from __future__ import annotations
 
 import random
 import statistics
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from autoattn import torch_private
 from autoattn.core.paired_stats import Pulse
-from autoattn.hardware.timer import STUCK_SECONDS, metered, summary
+from autoattn.hardware.timer import SPIN_CYCLES, STUCK_SECONDS, Stopwatch, metered, summary
 
 
 def test_a_summary_holds_the_median_and_the_quantiles() -> None:
@@ -37,6 +40,63 @@ def test_one_outlier_moves_no_quantile() -> None:
     calm = summary([10.0] * 20, 1, [])
     shaken = summary([10.0] * 19 + [1e6], 1, [])
     assert calm == shaken
+
+
+class Queue:
+    """A GPU whose spins take a millisecond each, and a host whose calls take so many at first."""
+
+    def __init__(self, late_ms: list[float]) -> None:
+        self.late_ms = late_ms  # of each call in turn; 0 when there are no more
+        self.spun: list[float] = []  # milliseconds in front of each sample
+        self.host_ms = 0.0
+
+    def call(self) -> None:
+        self.host_ms = self.late_ms.pop(0) if self.late_ms else 0.0
+
+    def event(self, *, enable_timing: bool) -> SimpleNamespace:
+        assert enable_timing
+        queue, number = self, len(self.spun)
+        return SimpleNamespace(
+            record=lambda: None,
+            query=lambda: queue.host_ms > queue.spun[number - 1],
+            elapsed_time=lambda end: float(number),
+        )
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
+    queue = Queue([])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=8))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", queue.event)
+    monkeypatch.setattr(torch_private, "spin", lambda cycles: queue.spun.append(cycles / SPIN_CYCLES))
+    return queue
+
+
+@pytest.mark.parametrize(
+    ("late_ms", "spun"),
+    [
+        ([], [1, 1]),  # the host came in time
+        ([1.5], [1, 2, 1]),  # the first sample is taken again, behind twice the spin
+        ([3.5, 3.5, 3.5], [1, 2, 4, 1]),
+        ([99.0, 99.0, 99.0, 99.0], [1, 2, 4, 8, 1]),  # such a host is never in time: the last sample counts
+    ],
+)
+def test_a_sample_for_which_the_host_came_late_is_taken_again_behind_a_longer_spin(
+    queue: Queue, late_ms: list[float], spun: list[int]
+) -> None:
+    queue.late_ms = late_ms
+    stopwatch = Stopwatch(torch.device("cpu"))
+    times = stopwatch.samples(queue.call, 2)
+    assert queue.spun == spun
+    assert times == [1e3 * (len(spun) - 1), 1e3 * len(spun)]  # of the last try of each
+
+
+def test_a_call_that_hides_its_host_by_its_own_length_is_taken_once(queue: Queue) -> None:
+    queue.late_ms = [99.0]
+    assert len(Stopwatch(torch.device("cpu")).samples(queue.call, 2, spin=False)) == 2
+    assert queue.spun == []
 
 
 class Card:
