@@ -56,7 +56,6 @@ DIGITS = 2  # of the logarithm of a predicted time
 ROWS_AT_ONCE = 1024  # of the covariance of all samples
 SAMPLES_AT_ONCE = 512  # of a prediction, so that their covariances stay in a core's cache
 GROUPS_AT_ONCE = 100  # of inputs, whose covariance with all samples takes 0.4 GB
-ROUGH = 3  # times as much of a screened one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +195,6 @@ class Sample:
     variant: Variant
     device: Device
     time_us: float
-    rough: bool  # a first look
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +204,6 @@ class Targets:
     names: tuple[str, ...]  # of the features
     inputs: Array  # [samples, features]
     values: Array  # [samples], logarithms
-    noise: Array  # [samples], variances of these
     owners: tuple[Owner, ...]  # of each sample
 
     @classmethod
@@ -217,7 +214,6 @@ class Targets:
             names=tuple(features(first.problem, first.variant, first.device)),
             inputs=matrix((sample.problem, sample.variant, sample.device) for sample in samples),
             values=np.array([target(sample.problem, sample.device, sample.time_us) for sample in samples]),
-            noise=np.array([NOISE * (ROUGH if sample.rough else 1) for sample in samples]),
             owners=tuple((sample.problem, sample.device) for sample in samples),
         )
 
@@ -295,12 +291,13 @@ class TimeModel:
 
     def _factored(self, known: Targets) -> torch.Tensor:
         """The factor of the samples' covariance, in its memory: 8 bytes times the square of the samples."""
-        covariance, numbers = np.empty((len(known.noise), len(known.noise))), known.numbers()
-        for begin in range(0, len(known.noise), ROWS_AT_ONCE):
+        count, numbers = len(known.owners), known.numbers()
+        covariance = np.empty((count, count))
+        for begin in range(0, count, ROWS_AT_ONCE):
             rows = slice(begin, begin + ROWS_AT_ONCE)
             covariance[rows] = _covariance(_rows(self._samples[rows]), self._columns)
             covariance[rows] += IN_COMMON * (numbers[rows, None] == numbers)
-        covariance[np.diag_indices(len(known.noise))] += known.noise
+        covariance[np.diag_indices(count)] += NOISE
         columns = torch.from_numpy(covariance).mT  # LAPACK factors columns where they lie; the matrix is symmetric
         return torch.linalg.cholesky(columns, out=columns)
 

@@ -37,7 +37,7 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -73,7 +73,7 @@ FINALISTS = 16  # variants of a problem that meet in rounds, at most
 CHOSEN = "chosen"  # in the names of files whose problems met few variants, chosen for each; others met a whole cover
 CANDIDATES = 12  # of a long call of `choose`
 SHORT_CANDIDATES = 16  # of a short one, whose times the model knows less well
-BEHIND = 1.1  # times the last of these: what a variant counts as that is not among them
+SLOWEST = 2.0  # times the best: what is slower still is no sample of the model, whose matrix has the square of these
 WEIGHT = 8  # drawn problems that a measured one counts as
 NEAR = 1.02
 RESERVED = 1000  # seeds from here on are for portfolios; smaller ones are for benchmarks/untuned.py
@@ -123,7 +123,7 @@ def choose(
     card = device_profiles.named(device)
     measured, screened = examples_of(DATA), examples_of(SCREENED)
     known = {example.problem for example in measured}
-    model, cover = _model(measured, screened), variant_pool.cover([*screened, *measured])
+    model, cover = portfolio_model.fit(_samples(measured)), variant_pool.cover([*screened, *measured])
     drawn = [
         (problem, _candidates(problem, card, cover, model))
         for problem in doubtful_calls.quick(seed, count) if problem not in known
@@ -253,7 +253,7 @@ def predicted(measured: Sequence[Example], screened: Sequence[Example], drawn: S
     """Measured problems and drawn ones, with the times of the cover as a model of the measured times predicts them."""
     cover = variant_pool.cover([*screened, *measured])
     ((card, _),) = Counter(example.device for example in measured).most_common(1)
-    failing, model = _failing(measured, variant_pool.cover(screened)), _model(measured, screened)
+    failing, model = _failing(measured, variant_pool.cover(screened)), portfolio_model.fit(_samples(measured))
     known = {example.problem: example.times_us for example in measured}
     problems = list(dict.fromkeys([*known, *drawn]))
     predictions = portfolio_predictions.of(model, cover, problems, card)
@@ -264,17 +264,6 @@ def predicted(measured: Sequence[Example], screened: Sequence[Example], drawn: S
             times |= {variant: time_us for variant, time_us in known.get(problem, {}).items() if variant in times}
             examples[problem] = Example(problem=problem, device=card, times_us=times, rivals_us={})
     return [examples[problem] for problem in [*list(known) * WEIGHT, *drawn] if problem in examples]
-
-
-def _model(measured: Sequence[Example], screened: Sequence[Example]) -> TimeModel:
-    """A model of all measured times."""
-    return portfolio_model.fit(_all_samples(measured, screened))
-
-
-def _all_samples(measured: Sequence[Example], screened: Sequence[Example]) -> list[portfolio_model.Sample]:
-    """Of measured and of screened problems."""
-    cover = variant_pool.cover(screened)
-    return [*_samples(measured, cover, _failing(measured, cover)), *_rough_samples(screened)]
 
 
 def numbers_of(problem: Problem) -> tuple[int, Precision, int, int]:
@@ -294,31 +283,14 @@ def _failing(measured: Sequence[Example], cover: Sequence[Variant]) -> dict[tupl
     return failing
 
 
-def _samples(
-    measured: Sequence[Example], cover: Sequence[Variant], failing: Mapping[tuple[Any, ...], set[Variant]]
-) -> Iterator[portfolio_model.Sample]:
-    """Measured times; a variant that did not come to the rounds counts as somewhat slower than the last that did."""
-    for example in measured:
-        facts: dict[str, Any] = {"problem": example.problem, "device": example.device}
-        for variant, time_us in example.times_us.items():
-            yield portfolio_model.Sample(**facts, variant=variant, time_us=time_us, rough=False)
-        if not example.met_cover:
-            continue
-        behind = BEHIND * max(example.times_us.values())
-        left_out = failing[numbers_of(example.problem)].union(example.times_us)
-        for variant in variant_pool.feasible(cover, example.problem, example.device):
-            if variant not in left_out:
-                yield portfolio_model.Sample(**facts, variant=variant, time_us=behind, rough=True)
-
-
-def _rough_samples(screened: Sequence[Example]) -> Iterator[portfolio_model.Sample]:
-    """Screened times, as far as more than one look was taken."""
-    for example in screened:
-        for variant, time_us in example.times_us.items():
-            if time_us <= variant_pool.FAR * example.best_us:
-                yield portfolio_model.Sample(
-                    problem=example.problem, device=example.device, variant=variant, time_us=time_us, rough=True
-                )
+def _samples(measured: Iterable[Example]) -> list[portfolio_model.Sample]:
+    """The measured times of which the model learns."""
+    return [
+        portfolio_model.Sample(problem=example.problem, device=example.device, variant=variant, time_us=time_us)
+        for example in measured
+        for variant, time_us in example.times_us.items()
+        if time_us <= SLOWEST * example.best_us
+    ]
 
 
 @app.command()
@@ -366,7 +338,7 @@ def _finals_of(entry: CacheEntry) -> dict[str, Any]:
 @app.command()
 def scales() -> None:
     """Fit the weights of the model's features."""
-    weights = portfolio_scales.fit(_all_samples(examples_of(DATA), examples_of(SCREENED)))
+    weights = portfolio_scales.fit(_samples(examples_of(DATA)))
     portfolio_model.SCALES.write_text(json.dumps(weights, indent=2) + "\n", encoding="utf-8")
 
 

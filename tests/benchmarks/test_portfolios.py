@@ -78,9 +78,7 @@ def samples_of(examples: list[Example]) -> Iterator[portfolio_model.Sample]:
     """All times of some examples."""
     for each in examples:
         for variant, time_us in each.times_us.items():
-            yield portfolio_model.Sample(
-                problem=each.problem, device=H200, variant=variant, time_us=time_us, rough=False
-            )
+            yield portfolio_model.Sample(problem=each.problem, device=H200, variant=variant, time_us=time_us)
 
 
 def test_the_tree_asks_what_tells_the_problems_apart(examples: list[Example]) -> None:
