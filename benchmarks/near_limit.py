@@ -36,7 +36,6 @@ from autoattn.runtime.plan import tuned_entries
 MOST = 3.0  # times the best: what a choice counts as that takes longer, so that no single one decides
 STEP = 0.5  # octaves
 FARTHEST = 10.0
-BEHIND = 1.1  # times the last of the rounds: what a variant counts as that did not come to them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +88,7 @@ def loss(example: Example, variant: Variant, cover: Collection[Variant]) -> floa
         tried = example.met_cover and variant in cover
         if not tried or not portfolio.is_feasible(variant, example.problem, example.device):
             return None
-        time_us = BEHIND * max(example.times_us.values())
+        time_us = portfolios.BEHIND * max(example.times_us.values())
     return math.log(min(MOST, time_us / example.best_us))
 
 

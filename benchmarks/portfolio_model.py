@@ -54,8 +54,11 @@ NOISE = 0.001  # variance of the logarithm of a time measured in rounds
 IN_COMMON = 0.003  # variance of what the logarithms of all times of a problem on a card have in common
 DIGITS = 2  # of the logarithm of a predicted time
 ROWS_AT_ONCE = 1024  # of the covariance of all samples
+EXACT = 1e-9  # what is left of the samples' values when their weights are found
+MOST_STEPS = 50  # towards these
 SAMPLES_AT_ONCE = 512  # of a prediction, so that their covariances stay in a core's cache
 GROUPS_AT_ONCE = 100  # of inputs, whose covariance with all samples takes 0.4 GB
+ROUGH = 3  # times as much of a screened one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +198,7 @@ class Sample:
     variant: Variant
     device: Device
     time_us: float
+    rough: bool  # a first look
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +208,7 @@ class Targets:
     names: tuple[str, ...]  # of the features
     inputs: Array  # [samples, features]
     values: Array  # [samples], logarithms
+    noise: Array  # [samples], variances of these
     owners: tuple[Owner, ...]  # of each sample
 
     @classmethod
@@ -214,6 +219,7 @@ class Targets:
             names=tuple(features(first.problem, first.variant, first.device)),
             inputs=matrix((sample.problem, sample.variant, sample.device) for sample in samples),
             values=np.array([target(sample.problem, sample.device, sample.time_us) for sample in samples]),
+            noise=np.array([NOISE * (ROUGH if sample.rough else 1) for sample in samples]),
             owners=tuple((sample.problem, sample.device) for sample in samples),
         )
 
@@ -239,7 +245,7 @@ class TimeModel:
         self._samples = self._scaled(known.inputs)
         self._columns = _columns(self._samples)
         self._factor = self._factored(known)
-        self._weights = self._solved((known.values - self._offset)[:, None])[:, 0]
+        self._weights = self._weighted(known)
         self._in_common = dict.fromkeys(known.owners, 0.0)
         for owner, weight in zip(known.owners, self._weights, strict=True):
             self._in_common[owner] += IN_COMMON * float(weight)
@@ -285,21 +291,49 @@ class TimeModel:
     def _solved(self, right: Array) -> Array:
         """What the covariance of the samples takes to this: [samples, columns]."""
         # torch.cholesky_solve would copy the factor
-        half = torch.linalg.solve_triangular(self._factor, torch.from_numpy(right), upper=False)
-        solved: Array = torch.linalg.solve_triangular(self._factor.mT, half, upper=True).numpy()
+        single = torch.from_numpy(right).float()
+        half = torch.linalg.solve_triangular(self._factor, single, upper=False)
+        solved: Array = torch.linalg.solve_triangular(self._factor.mT, half, upper=True).double().numpy()
         return solved
 
     def _factored(self, known: Targets) -> torch.Tensor:
-        """The factor of the samples' covariance, in its memory: 8 bytes times the square of the samples."""
-        count, numbers = len(known.owners), known.numbers()
-        covariance = np.empty((count, count))
-        for begin in range(0, count, ROWS_AT_ONCE):
-            rows = slice(begin, begin + ROWS_AT_ONCE)
-            covariance[rows] = _covariance(_rows(self._samples[rows]), self._columns)
-            covariance[rows] += IN_COMMON * (numbers[rows, None] == numbers)
-        covariance[np.diag_indices(count)] += NOISE
+        """The factor of the samples' covariance, in its memory: 4 bytes times the square of the samples."""
+        covariance = np.empty((len(known.noise), len(known.noise)), dtype=np.float32)
+        for rows, those in self._covariances(known):
+            covariance[rows] = those
         columns = torch.from_numpy(covariance).mT  # LAPACK factors columns where they lie; the matrix is symmetric
         return torch.linalg.cholesky(columns, out=columns)
+
+    def _covariances(self, known: Targets) -> Iterator[tuple[slice, Array]]:
+        """Rows of the samples' covariance, in double precision."""
+        numbers = known.numbers()
+        for begin in range(0, len(numbers), ROWS_AT_ONCE):
+            rows = slice(begin, begin + ROWS_AT_ONCE)
+            covariance = _covariance(_rows(self._samples[rows]), self._columns)
+            covariance += IN_COMMON * (numbers[rows, None] == numbers)
+            covariance[np.arange(len(covariance)), begin + np.arange(len(covariance))] += known.noise[rows]
+            yield rows, covariance
+
+    def _weighted(self, known: Targets) -> Array:
+        """What the samples' covariance takes to their values, in double precision: [samples].
+
+        By conjugate gradients, which the factor of single precision lets end in a few steps (Golub and Van Loan, Matrix
+        Computations, 11.5).
+        """
+        left = known.values - self._offset
+        weights, solved = np.zeros_like(left), self._solved(left[:, None])[:, 0]
+        direction, product = solved, left @ solved
+        for _ in range(MOST_STEPS):
+            image = np.concatenate([covariance @ direction for _, covariance in self._covariances(known)])
+            length = product / (direction @ image)
+            weights += length * direction
+            left = left - length * image
+            if np.abs(left).max() < EXACT:
+                return weights
+            solved = self._solved(left[:, None])[:, 0]
+            product, before = left @ solved, product
+            direction = solved + product / before * direction
+        raise AssertionError(f"the weights of {len(left)} samples are not known after {MOST_STEPS} steps")
 
     def _scaled(self, inputs: Array) -> Array:
         scaled: Array = (inputs - self._mean) / (self._deviation * LENGTH_SCALE)

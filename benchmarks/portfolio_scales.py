@@ -24,6 +24,7 @@ def fit(samples: Sequence[Sample], seed: int = 0) -> dict[str, float]:
     deviation = known.inputs.std(axis=0) + 1e-9
     inputs = torch.from_numpy((known.inputs - known.inputs.mean(axis=0)) / deviation)
     targets = torch.from_numpy(known.values - known.values.mean())
+    noise = torch.from_numpy(known.noise)
     owners = torch.from_numpy(known.numbers())
     problems = [np.flatnonzero(owners.numpy() == number) for number in range(int(owners.max()) + 1)]
     draw = np.random.default_rng(seed)
@@ -34,7 +35,7 @@ def fit(samples: Sequence[Sample], seed: int = 0) -> dict[str, float]:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     for _ in range(STEPS):
         some = _some(problems, draw)
-        loss = _loss(inputs[some] * weights.exp(), targets[some, None], owners[some], size)
+        loss = _loss(inputs[some] * weights.exp(), targets[some, None], noise[some], owners[some], size)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -53,12 +54,13 @@ def _some(problems: Sequence[np.ndarray], draw: np.random.Generator) -> torch.Te
     return torch.tensor(places)
 
 
-def _loss(inputs: torch.Tensor, targets: torch.Tensor, owners: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+def _loss(
+    inputs: torch.Tensor, targets: torch.Tensor, noise: torch.Tensor, owners: torch.Tensor, size: torch.Tensor
+) -> torch.Tensor:
     """The negative logarithm of the likelihood of a sample, but for a constant, under the model's covariance."""
     distance = (3.0 * (torch.cdist(inputs, inputs) ** 2 + 1e-12)).sqrt()
-    covariance = size.exp() * (1.0 + distance) * torch.exp(-distance)
+    covariance = size.exp() * (1.0 + distance) * torch.exp(-distance) + torch.diag(noise + 1e-5)
     covariance += portfolio_model.IN_COMMON * (owners[:, None] == owners)
-    covariance += (portfolio_model.NOISE + 1e-5) * torch.eye(len(targets))
     factor = torch.linalg.cholesky(covariance)
     misfit = 0.5 * (targets * torch.cholesky_solve(targets, factor)).sum()
     return (misfit + factor.diagonal().log().sum()) / len(targets)

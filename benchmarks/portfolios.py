@@ -4,7 +4,7 @@ python benchmarks/portfolios.py screen --seed 1000 --seconds 500     needs a GPU
 python benchmarks/portfolios.py measure --seed 1002 --seconds 300    needs a GPU; adds to data/portfolios/
 python benchmarks/portfolios.py choose --seed 1016                   writes chosen.jsonl
 python benchmarks/portfolios.py fill chosen.jsonl --seed 1016        needs a GPU; adds to data/portfolios/
-python benchmarks/portfolios.py shipped --device h200                writes data/portfolios/h200_chosen_shipped.jsonl
+python benchmarks/portfolios.py finals --device h200                 writes data/portfolios/h200_chosen_shipped.jsonl
 python benchmarks/portfolios.py scales                               writes data/feature_scales.json
 python benchmarks/portfolios.py derive                               writes search_spaces/forward.portfolio.json
 
@@ -19,8 +19,9 @@ The model of derive chooses a few variants of a pool for each.
 
 fill: measures these. Short calls are measured last, on idle cores.
 
-shipped: the finals of a card's shipped entries, on problems of the kinds that are drawn. Many are longer than what
-`choose` finds, whose references are soon made.
+finals: those of a card's shipped entries, on problems of the kinds that are drawn, of which many are longer than what
+`choose` finds. With --cache and --name, those of another cache: `untuned.py --cache` keeps what it tuned, and where a
+default was slow it met the winner.
 
 scales: how much each feature of a problem and a variant counts for the model (`portfolio_scales.py`), from all files.
 
@@ -37,7 +38,7 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -73,7 +74,7 @@ FINALISTS = 16  # variants of a problem that meet in rounds, at most
 CHOSEN = "chosen"  # in the names of files whose problems met few variants, chosen for each; others met a whole cover
 CANDIDATES = 12  # of a long call of `choose`
 SHORT_CANDIDATES = 16  # of a short one, whose times the model knows less well
-SLOWEST = 2.0  # times the best: what is slower still is no sample of the model, whose matrix has the square of these
+BEHIND = 1.1  # times the last of these: what a variant counts as that is not among them
 WEIGHT = 8  # drawn problems that a measured one counts as
 NEAR = 1.02
 RESERVED = 1000  # seeds from here on are for portfolios; smaller ones are for benchmarks/untuned.py
@@ -123,7 +124,7 @@ def choose(
     card = device_profiles.named(device)
     measured, screened = examples_of(DATA), examples_of(SCREENED)
     known = {example.problem for example in measured}
-    model, cover = portfolio_model.fit(_samples(measured)), variant_pool.cover([*screened, *measured])
+    model, cover = _model(measured, screened), variant_pool.cover([*screened, *measured])
     drawn = [
         (problem, _candidates(problem, card, cover, model))
         for problem in doubtful_calls.quick(seed, count) if problem not in known
@@ -253,7 +254,7 @@ def predicted(measured: Sequence[Example], screened: Sequence[Example], drawn: S
     """Measured problems and drawn ones, with the times of the cover as a model of the measured times predicts them."""
     cover = variant_pool.cover([*screened, *measured])
     ((card, _),) = Counter(example.device for example in measured).most_common(1)
-    failing, model = _failing(measured, variant_pool.cover(screened)), portfolio_model.fit(_samples(measured))
+    failing, model = _failing(measured, variant_pool.cover(screened)), _model(measured, screened)
     known = {example.problem: example.times_us for example in measured}
     problems = list(dict.fromkeys([*known, *drawn]))
     predictions = portfolio_predictions.of(model, cover, problems, card)
@@ -264,6 +265,17 @@ def predicted(measured: Sequence[Example], screened: Sequence[Example], drawn: S
             times |= {variant: time_us for variant, time_us in known.get(problem, {}).items() if variant in times}
             examples[problem] = Example(problem=problem, device=card, times_us=times, rivals_us={})
     return [examples[problem] for problem in [*list(known) * WEIGHT, *drawn] if problem in examples]
+
+
+def _model(measured: Sequence[Example], screened: Sequence[Example]) -> TimeModel:
+    """A model of all measured times."""
+    return portfolio_model.fit(_all_samples(measured, screened))
+
+
+def _all_samples(measured: Sequence[Example], screened: Sequence[Example]) -> list[portfolio_model.Sample]:
+    """Of measured and of screened problems."""
+    cover = variant_pool.cover(screened)
+    return [*_samples(measured, cover, _failing(measured, cover)), *_rough_samples(screened)]
 
 
 def numbers_of(problem: Problem) -> tuple[int, Precision, int, int]:
@@ -283,30 +295,49 @@ def _failing(measured: Sequence[Example], cover: Sequence[Variant]) -> dict[tupl
     return failing
 
 
-def _samples(measured: Iterable[Example]) -> list[portfolio_model.Sample]:
-    """The measured times of which the model learns."""
-    return [
-        portfolio_model.Sample(problem=example.problem, device=example.device, variant=variant, time_us=time_us)
-        for example in measured
-        for variant, time_us in example.times_us.items()
-        if time_us <= SLOWEST * example.best_us
-    ]
+def _samples(
+    measured: Sequence[Example], cover: Sequence[Variant], failing: Mapping[tuple[Any, ...], set[Variant]]
+) -> Iterator[portfolio_model.Sample]:
+    """Measured times; a variant that did not come to the rounds counts as somewhat slower than the last that did."""
+    for example in measured:
+        facts: dict[str, Any] = {"problem": example.problem, "device": example.device}
+        for variant, time_us in example.times_us.items():
+            yield portfolio_model.Sample(**facts, variant=variant, time_us=time_us, rough=False)
+        if not example.met_cover:
+            continue
+        behind = BEHIND * max(example.times_us.values())
+        left_out = failing[numbers_of(example.problem)].union(example.times_us)
+        for variant in variant_pool.feasible(cover, example.problem, example.device):
+            if variant not in left_out:
+                yield portfolio_model.Sample(**facts, variant=variant, time_us=behind, rough=True)
+
+
+def _rough_samples(screened: Sequence[Example]) -> Iterator[portfolio_model.Sample]:
+    """Screened times, as far as more than one look was taken."""
+    for example in screened:
+        for variant, time_us in example.times_us.items():
+            if time_us <= variant_pool.FAR * example.best_us:
+                yield portfolio_model.Sample(
+                    problem=example.problem, device=example.device, variant=variant, time_us=time_us, rough=True
+                )
 
 
 @app.command()
-def shipped(
+def finals(
     device: Annotated[str, typer.Option(help="The card whose entries count.")] = "h200",
+    cache: Annotated[Path | None, typer.Option(help="The folder of the entries, else the shipped ones.")] = None,
+    name: Annotated[str, typer.Option(help="Of the file, without the card.")] = "shipped",
     out: Annotated[Path, typer.Option(help="The folder of the measurements.")] = DATA,
 ) -> None:
-    """Write the times of shipped winners and of those that met them in finals."""
+    """Write the times of tuned winners and of those that met them in finals."""
     card = device_profiles.named(device)
     entries = [
         entry
-        for entry in variant_pool.shipped_entries(card)
+        for entry in variant_pool.entries_of(cache or resources.shipped_cache(), card)
         if entry.measurement is not None and _is_drawn(entry.problem)
     ]
     lines = [json.dumps(_finals_of(entry)) + "\n" for entry in sorted(entries, key=lambda entry: entry.problem.key)]
-    (out / f"{card.name}_{CHOSEN}_shipped.jsonl").write_text("".join(lines), encoding="utf-8")
+    (out / f"{card.name}_{CHOSEN}_{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def _is_drawn(problem: Problem) -> bool:
@@ -338,7 +369,7 @@ def _finals_of(entry: CacheEntry) -> dict[str, Any]:
 @app.command()
 def scales() -> None:
     """Fit the weights of the model's features."""
-    weights = portfolio_scales.fit(_samples(examples_of(DATA)))
+    weights = portfolio_scales.fit(_all_samples(examples_of(DATA), examples_of(SCREENED)))
     portfolio_model.SCALES.write_text(json.dumps(weights, indent=2) + "\n", encoding="utf-8")
 
 

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -143,12 +144,14 @@ def _small_tiles(problem: Problem) -> Iterator[Variant]:
 @lru_cache(maxsize=4)
 def shipped_entries(device: Device) -> tuple[CacheEntry, ...]:
     """The shipped entries of a card, whatever they chose."""
-    return tuple(
-        entry
-        for file in store.read_folder(resources.shipped_cache())
-        if file.fingerprint == device.fingerprint
-        for entry in file.entries.values()
-    )
+    return tuple(entries_of(resources.shipped_cache(), device))
+
+
+def entries_of(cache: Path, device: Device) -> Iterator[CacheEntry]:
+    """The entries of a card in a folder, whatever they chose."""
+    for file in store.read_folder(cache):
+        if file.fingerprint == device.fingerprint:
+            yield from file.entries.values()
 
 
 def winners(device: Device, problem: Problem, template: str) -> Iterator[Variant]:

@@ -35,7 +35,9 @@ def model() -> TimeModel:
     """One variant took half the other's time on all measured problems."""
     return portfolio_model.fit(
         [
-            portfolio_model.Sample(problem=problem(seq), device=H200, variant=variant, time_us=factor * seq**2 / 1e4)
+            portfolio_model.Sample(
+                problem=problem(seq), device=H200, variant=variant, time_us=factor * seq**2 / 1e4, rough=False
+            )
             for seq in LENGTHS
             for variant, factor in ((FAST, 1.0), (SLOW, 2.0))
         ]
@@ -97,7 +99,9 @@ def test_seeds_that_are_examined_are_not_chosen_from() -> None:
 
 def test_a_problem_that_is_slow_with_one_variant_is_slow_with_another_but_its_neighbours_are_not() -> None:
     known = [
-        portfolio_model.Sample(problem=problem(seq), device=H200, variant=FAST, time_us=factor * seq**2 / 1e4)
+        portfolio_model.Sample(
+            problem=problem(seq), device=H200, variant=FAST, time_us=factor * seq**2 / 1e4, rough=False
+        )
         for seq, factor in zip(LENGTHS, (1.0, 1.0, 1.2, 1.0, 1.0), strict=True)
     ]
     model = portfolio_model.fit(known)

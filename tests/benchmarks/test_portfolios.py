@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import random
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import drawn_calls
+import numpy as np
 import portfolio_model
 import portfolio_predictions
 import portfolio_text
@@ -78,7 +80,9 @@ def samples_of(examples: list[Example]) -> Iterator[portfolio_model.Sample]:
     """All times of some examples."""
     for each in examples:
         for variant, time_us in each.times_us.items():
-            yield portfolio_model.Sample(problem=each.problem, device=H200, variant=variant, time_us=time_us)
+            yield portfolio_model.Sample(
+                problem=each.problem, device=H200, variant=variant, time_us=time_us, rough=False
+            )
 
 
 def test_the_tree_asks_what_tells_the_problems_apart(examples: list[Example]) -> None:
@@ -217,6 +221,22 @@ def test_what_rules_allow_and_no_measurement_has_is_taken_to_fail() -> None:
     assert any(SHORT in each.times_us for each in portfolios.predicted(chosen, screened, [problem_of(700)]))
 
 
+def test_predictions_have_double_precision_though_the_factor_has_single(examples: list[Example]) -> None:
+    known = portfolio_model.Targets.of(list(samples_of(examples)) * 20)
+    rng = np.random.default_rng(0)
+    shape = len(known.values), len(known.names)
+    known = replace(known, inputs=rng.normal(size=shape), values=rng.normal(size=shape[0]))
+    model = portfolio_model.TimeModel(known, [0.2] * shape[1])  # far too smooth for such values: large weights
+    scaled = (known.inputs - known.inputs.mean(axis=0)) / known.inputs.std(axis=0) * 0.2 / portfolio_model.LENGTH_SCALE
+    distance = math.sqrt(3.0) * np.sqrt(((scaled[:, None] - scaled) ** 2).sum(axis=2))
+    covariance = (1.0 + distance) * np.exp(-distance)
+    numbers = known.numbers()
+    noisy = covariance + np.diag(known.noise) + portfolio_model.IN_COMMON * (numbers[:, None] == numbers)
+    mean = known.values.mean()
+    exact = mean + covariance @ np.linalg.solve(noisy, known.values - mean)
+    np.testing.assert_allclose(model.predict(known.inputs), exact, atol=1e-6)
+
+
 @pytest.mark.exhaustive  # each process takes seconds to start
 def test_processes_predict_what_one_does(examples: list[Example], monkeypatch: pytest.MonkeyPatch) -> None:
     model = portfolio_model.fit(list(samples_of(examples)))
@@ -231,7 +251,7 @@ def test_processes_predict_what_one_does(examples: list[Example], monkeypatch: p
 def test_a_model_goes_to_other_processes_without_what_only_its_errors_need(examples: list[Example]) -> None:
     model = portfolio_model.fit(list(samples_of(examples)) * 10)
     sent = pickle.dumps(model)
-    factor_bytes = 8 * (10 * 2 * len(examples)) ** 2
+    factor_bytes = 4 * (10 * 2 * len(examples)) ** 2
     assert len(sent) < factor_bytes / 2
     case = problem_of(700), [SHORT, LONG], H200
     assert pickle.loads(sent).times_us(*case) == model.times_us(*case)
@@ -383,7 +403,7 @@ def test_measurements_of_seeds_that_are_examined_are_refused() -> None:
 
 
 def test_finals_of_shipped_entries_become_measurements_of_drawn_kinds(tmp_path: Path) -> None:
-    assert CliRunner().invoke(portfolios.app, ["shipped", "--out", str(tmp_path)]).exit_code == 0
+    assert CliRunner().invoke(portfolios.app, ["finals", "--out", str(tmp_path)]).exit_code == 0
     measurements = portfolios.read(tmp_path / "h200_chosen_shipped.jsonl")
     assert len(measurements) > 100
     assert max(each.problem.seq_q for each in measurements) >= 16_384
@@ -399,6 +419,16 @@ def test_finals_of_shipped_entries_become_measurements_of_drawn_kinds(tmp_path: 
     entry = entries[first.problem]
     assert entry.measurement is not None
     assert first.times_us[entry.variant] == round(entry.measurement.median_us, 2)
+
+
+def test_finals_of_another_cache_have_a_file_of_their_own(tmp_path: Path) -> None:
+    problem = samples.problem(seq_q=640, seq_kv=640, dtype=DType.FLOAT16)
+    variant = SPACE.default(problem, H200)
+    store.merge(tmp_path / "cache", H200, Op.FORWARD, [samples.tuned(problem, variant)])
+    options = ["--cache", str(tmp_path / "cache"), "--name", "examined7", "--out", str(tmp_path)]
+    assert CliRunner().invoke(portfolios.app, ["finals", *options]).exit_code == 0
+    (measurement,) = portfolios.read(tmp_path / "h200_chosen_examined7.jsonl")
+    assert (measurement.problem, set(measurement.times_us), measurement.met_cover) == (problem, {variant}, False)
 
 
 def test_a_file_of_measurements_reads_back(tmp_path: Path) -> None:
