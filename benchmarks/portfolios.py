@@ -21,7 +21,7 @@ fill: measures these. Short calls are measured last, on idle cores.
 
 finals: those of a card's shipped entries, on problems of the kinds that are drawn, of which many are longer than what
 `choose` finds. With --cache and --name, those of another cache: `untuned.py --cache` keeps what it tuned, and where a
-default was slow it met the winner.
+default was slow it met the winner. A name of examinedN keeps `untuned.py` from seed N.
 
 scales: how much each feature of a problem and a variant counts for the model (`portfolio_scales.py`), from all files.
 

@@ -51,6 +51,7 @@ from autoattn.search import search_options, tuner
 from autoattn.search.search_options import Effort, Progress
 
 TUNED, UNTUNED, DEFAULT, PREDICTED = "tuned", "untuned", "default", "predicted"
+MEASURED = Path(__file__).resolve().parent / "data" / "portfolios"  # what the shipped portfolio rests on
 PEERS = "sdpa-flash,sdpa-cudnn,sdpa-efficient,flex,fa4"
 
 
@@ -223,6 +224,15 @@ def tune(problems: Sequence[Problem], card: Device, effort: Effort, cache: Path)
     print(f"tuned {len(tuned.entries)} problems in {tuned.seconds:.0f} s, {len(tuned.failed)} failed", file=sys.stderr)
 
 
+def refuse_known(seed: int, measured: Path = MEASURED) -> None:
+    """Ends the program for a seed whose tuned calls the portfolio has learned of (`portfolios.py finals`)."""
+    for path in sorted(measured.glob(f"*_examined{seed}.jsonl")):
+        sys.exit(
+            "benchmarks/untuned.py examines calls that the portfolio knows nothing of, and it rests on those of seed "
+            f"{seed} ({path.name}); name another --seed"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
@@ -235,6 +245,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.2, help="of rounds, for each contestant")
     parser.add_argument("--write", action="store_true", help="keep the page under benchmarks/results/")
     options = parser.parse_args()
+    refuse_known(options.seed)
     card = nvidia.present()
     if card is None:
         sys.exit("benchmarks/untuned.py needs an NVIDIA GPU in this machine, found none; run it where there is one")

@@ -37,6 +37,13 @@ def test_sixty_calls_have_all_that_programs_do() -> None:
     assert any(problem.head_dim & (problem.head_dim - 1) for problem in problems)
 
 
+def test_a_seed_that_the_portfolio_knows_is_not_examined(tmp_path: Path) -> None:
+    (tmp_path / "h200_chosen_examined9.jsonl").write_text("")
+    untuned.refuse_known(90, tmp_path)
+    with pytest.raises(SystemExit, match=r"rests on those of seed 9 \(h200_chosen_examined9.jsonl\); name another"):
+        untuned.refuse_known(9, tmp_path)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_no_drawn_call_is_longer_than_a_run_allows(seed: int) -> None:
     for problem in drawn_calls.draw(seed, 100):
