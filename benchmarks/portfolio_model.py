@@ -54,8 +54,8 @@ NOISE = 0.001  # variance of the logarithm of a time measured in rounds
 IN_COMMON = 0.003  # variance of what the logarithms of all times of a problem on a card have in common
 DIGITS = 2  # of the logarithm of a predicted time
 ROWS_AT_ONCE = 1024  # of the covariance of all samples
-EXACT = 1e-9  # what is left of the samples' values when their weights are found
-MOST_STEPS = 50  # towards these
+MOST_RESIDUAL = 1e-9  # of the samples' values, when their weights are exact enough
+MOST_STEPS = 50  # of conjugate gradients towards these
 SAMPLES_AT_ONCE = 512  # of a prediction, so that their covariances stay in a core's cache
 GROUPS_AT_ONCE = 100  # of inputs, whose covariance with all samples takes 0.4 GB
 ROUGH = 3  # times as much of a screened one
@@ -289,7 +289,7 @@ class TimeModel:
         }
 
     def _solved(self, right: Array) -> Array:
-        """What the covariance of the samples takes to this: [samples, columns]."""
+        """What the covariance of the samples takes to this, in single precision: [samples, columns]."""
         # torch.cholesky_solve would copy the factor
         single = torch.from_numpy(right).float()
         half = torch.linalg.solve_triangular(self._factor, single, upper=False)
@@ -299,8 +299,8 @@ class TimeModel:
     def _factored(self, known: Targets) -> torch.Tensor:
         """The factor of the samples' covariance, in its memory: 4 bytes times the square of the samples."""
         covariance = np.empty((len(known.noise), len(known.noise)), dtype=np.float32)
-        for rows, those in self._covariances(known):
-            covariance[rows] = those
+        for rows, exact in self._covariances(known):
+            covariance[rows] = exact
         columns = torch.from_numpy(covariance).mT  # LAPACK factors columns where they lie; the matrix is symmetric
         return torch.linalg.cholesky(columns, out=columns)
 
@@ -320,20 +320,20 @@ class TimeModel:
         By conjugate gradients, which the factor of single precision lets end in a few steps (Golub and Van Loan, Matrix
         Computations, 11.5).
         """
-        left = known.values - self._offset
-        weights, solved = np.zeros_like(left), self._solved(left[:, None])[:, 0]
-        direction, product = solved, left @ solved
+        residual = known.values - self._offset
+        weights, solved = np.zeros_like(residual), self._solved(residual[:, None])[:, 0]
+        direction, product = solved, residual @ solved
         for _ in range(MOST_STEPS):
             image = np.concatenate([covariance @ direction for _, covariance in self._covariances(known)])
-            length = product / (direction @ image)
-            weights += length * direction
-            left = left - length * image
-            if np.abs(left).max() < EXACT:
+            step = product / (direction @ image)
+            weights += step * direction
+            residual = residual - step * image
+            if np.abs(residual).max() < MOST_RESIDUAL:
                 return weights
-            solved = self._solved(left[:, None])[:, 0]
-            product, before = left @ solved, product
+            solved = self._solved(residual[:, None])[:, 0]
+            product, before = residual @ solved, product
             direction = solved + product / before * direction
-        raise AssertionError(f"the weights of {len(left)} samples are not known after {MOST_STEPS} steps")
+        raise AssertionError(f"the weights of {len(residual)} samples are not known after {MOST_STEPS} steps")
 
     def _scaled(self, inputs: Array) -> Array:
         scaled: Array = (inputs - self._mean) / (self._deviation * LENGTH_SCALE)
