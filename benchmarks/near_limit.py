@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import portfolio_predictions
 import portfolio_tree
+import portfolio_vote
 import portfolios
 import variant_pool
 from portfolio_tree import Example
@@ -126,7 +127,7 @@ def without_problem(folds: int, drawn: int) -> dict[Problem, Variant | None]:
     chosen: dict[Problem, Variant | None] = {}
     for fold in range(folds):
         known = [example for place, example in enumerate(measured) if place % folds != fold]
-        tree = portfolio_tree.grow(portfolios.predicted(known, screened, problems))
+        tree = portfolio_vote.grow(portfolios.predicted(known, screened, problems))
         for example in measured[fold::folds]:
             chosen[example.problem] = portfolio_tree.choice(example, tree)
     return chosen

@@ -20,7 +20,7 @@ from autoattn.core.variant import Variant
 
 PREDICTED_FROM = 3000  # the first seed of the problems whose times are predicted
 # Problems; the first, of 16 bits. The last are problems of tf32, one in so many.
-PREDICTED = {DType.FLOAT16: 60_000, Precision.TF32: 15_000, Precision.IEEE: 6000}
+PREDICTED = {DType.FLOAT16: 120_000, Precision.TF32: 15_000, Precision.IEEE: 6000}
 TF32X3_OF = 4
 # One problem in so many is predicted with sequences so many times as long, up to 131,072 tokens. None is measured, as
 # they take too long, and a tree that never saw one led them to variants of other problems, or to the last of a list.

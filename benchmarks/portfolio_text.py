@@ -10,7 +10,7 @@ import portfolio_tree
 from portfolio_tree import Example
 
 from autoattn.codegen import portfolio
-from autoattn.codegen.portfolio import Question, Tree
+from autoattn.codegen.portfolio import Question, Tree, Vote
 from autoattn.core.problem import Op
 from autoattn.core.variant import Variant
 
@@ -56,10 +56,13 @@ def _lines(name: str, brackets: str, items: Iterable[str]) -> str:
 
 
 def _tree_text(tree: Tree, names: Mapping[Variant, str], indent: str) -> str:
-    """A question with its answers below it, or a list of names."""
+    """A question with its answers below it, trees that vote, one below the other, or names."""
+    deeper = indent + " "
+    if isinstance(tree, Vote):
+        trees = (f"{deeper}{_tree_text(each, names, deeper)}" for each in tree.trees)
+        return "[\n" + ",\n".join(trees) + f"\n{indent}]"
     if not isinstance(tree, Question):
-        return json.dumps([names[variant] for variant in tree])
-    deeper = indent + "  "
+        return json.dumps(" ".join(names[variant] for variant in tree))
     answers = [
         f'{deeper}"{word}": {_tree_text(answer, names, deeper)}'
         for word, answer in (("then", tree.then), ("else", tree.otherwise))

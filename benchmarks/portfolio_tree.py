@@ -1,9 +1,10 @@
-"""Grows the decision tree of a portfolio from measured times."""
+"""Grows a decision tree of a portfolio from measured and predicted times."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from autoattn.codegen import portfolio
 from autoattn.codegen.feasibility import DerivedFacts
-from autoattn.codegen.portfolio import Question, Tree
+from autoattn.codegen.portfolio import Question, Tree, Vote
 from autoattn.codegen.space_facts import facts_of
 from autoattn.codegen.space_rules import Rule
 from autoattn.core.device import Device
@@ -58,18 +59,17 @@ LET = {
     "shared_keys_walked": "shared_tiles * keys_per_row",
     "keys_seen": "keys_per_row / seq_kv",
 }
+_RULES = {name: Rule(text) for name, text in LET.items()}
 FEATURES = (
     "element_bytes", "ieee", "tf32", "head", "split", "rows", "keys_per_row", "group_size", "sides", "sequence_tiles",
     "key_heads", "shared_rows", "tiles", "half_tiles", "shared_tiles", "last_turn", "last_half_turn",
     "last_shared_turn", "last_wide_turn", "half_rows", "wide_rows", "rows_used", "shared_rows_used", "tiles_apart",
     "keys_walked", "shared_keys_walked", "keys_seen",
 )  # fmt: skip
-# What the tree asks first: problems of other numbers have other feasible variants, so that a list for several numbers
-# has one or two variants for each.
-NUMBERS = (("ieee", 1.0), ("element_bytes", 4.0), ("tf32", 1.0))
+ASKED = 10  # features that a split chooses among, drawn anew for each, so that the trees of a vote differ
 LEAST_PROBLEMS = 6  # of a leaf
-MOST_DEPTH = 16  # below these
-LEAST_GAIN = 0.00001  # of a split: what it saves of the costs, in the mean of all problems
+MOST_DEPTH = 24  # below these
+LEAST_GAIN = 0.000003  # of a split: what it saves of the costs, in the mean of all problems
 SLOW = 1.0  # what is far from the best costs more than its time: a logarithm l of it costs l + SLOW * l * l
 MOST_VARIANTS = 4  # of a leaf, those that its own examples chose; some of these are for searches alone
 MOST_LISTED = 8  # of a leaf, with those that examples near it chose, without its last resort
@@ -95,8 +95,7 @@ class Example:
     @cached_property
     def facts(self) -> DerivedFacts:
         """What rules may ask of it."""
-        let = {name: Rule(text) for name, text in LET.items()}
-        return DerivedFacts(facts_of(self.problem, self.device), let)
+        return DerivedFacts(facts_of(self.problem, self.device), _RULES)
 
     @cached_property
     def best_us(self) -> float:
@@ -104,22 +103,21 @@ class Example:
         return min(self.times_us.values())
 
 
-class _Table:
+class Table:
     """Costs of times over the best: a row for each example, a column for each variant."""
 
     def __init__(self, examples: Sequence[Example], least_gain: float) -> None:
-        self.examples = list(examples)
         self.least_gain = least_gain  # of a split, in the sum of these examples
         self.variants = sorted({variant for example in examples for variant in example.times_us}, key=_order)
-        shape = len(self.examples), len(self.variants)
+        shape = len(examples), len(self.variants)
         self.able = np.zeros(shape, dtype=bool)  # whether it can run
         self.costs: Array = np.zeros(shape)  # 0 where it cannot
-        for row, example in enumerate(self.examples):
+        for row, example in enumerate(examples):
             for column, variant in enumerate(self.variants):
                 if variant in example.times_us:
                     self.able[row, column] = True
                     self.costs[row, column] = _cost(math.log(example.times_us[variant] / example.best_us))
-        self.features = np.array([[float(example.facts[name]) for name in FEATURES] for example in self.examples])
+        self.features = np.array([[float(example.facts[name]) for name in FEATURES] for example in examples])
         # What most examples can run, and of these the cheapest: a leaf's examples are not all problems that come to it.
         self.last_resort = int(np.lexsort((self.costs.sum(axis=0), -self.able.sum(axis=0)))[0])
 
@@ -210,65 +208,53 @@ def _order(variant: Variant) -> tuple[str, str]:
     return variant.template, str(variant)
 
 
-def grow(examples: Sequence[Example]) -> Tree:
-    """A decision tree of these problems."""
-    ordered = sorted(examples, key=lambda example: (example.problem.key, example.device.name))
-    return _of_numbers(ordered, NUMBERS, LEAST_GAIN * len(ordered))
+def grow(table: Table, chance: random.Random) -> Tree:
+    """A decision tree of the examples of a table.
+
+    Args:
+        chance: draws the features that each split chooses among.
+    """
+    rows = np.arange(len(table.able))
+    return _grown(table, [rows], table.list_of(rows)[0], chance)
 
 
-def _of_numbers(examples: Sequence[Example], questions: Sequence[tuple[str, float]], least_gain: float) -> Tree:
-    """A tree for each answer to these questions, of which those that tell no two examples apart are not asked."""
-    if not examples:
-        return ()
-    if not questions:
-        table = _Table(examples, least_gain)
-        rows = np.arange(len(examples))
-        return _grown(table, [rows], table.list_of(rows)[0])
-    (fact, below), *others = questions
-    low = [example for example in examples if float(example.facts[fact]) < below]
-    high = [example for example in examples if float(example.facts[fact]) >= below]
-    if not low or not high:
-        return _of_numbers(examples, others, least_gain)
-    then, otherwise = (_of_numbers(half, others, least_gain) for half in (low, high))
-    return _question(fact, below, then, otherwise)
-
-
-def _grown(table: _Table, ancestors: Sequence[Rows], cost: float) -> Tree:
+def _grown(table: Table, ancestors: Sequence[Rows], cost: float, chance: random.Random) -> Tree:
     """A tree of the last of these rows, which are parts of those before, and cost so much with one list."""
     rows = ancestors[-1]
-    split = _best_split(table, rows, cost) if len(ancestors) <= MOST_DEPTH else None
+    split = _best_split(table, rows, cost, chance) if len(ancestors) <= MOST_DEPTH else None
     if split is None:
         return tuple(table.variants[column] for column in table.completed(ancestors))
     feature, threshold, below, above = split
     number = float(f"{threshold:g}")
     low = table.features[rows, FEATURES.index(feature)] < number
-    then = _grown(table, [*ancestors, rows[low]], below)
-    otherwise = _grown(table, [*ancestors, rows[~low]], above)
-    return _question(feature, number, then, otherwise)
+    then = _grown(table, [*ancestors, rows[low]], below, chance)
+    otherwise = _grown(table, [*ancestors, rows[~low]], above, chance)
+    return question(feature, number, then, otherwise)
 
 
-def _question(fact: str, below: float, then: Tree, otherwise: Tree) -> Tree:
+def question(fact: str, below: float, then: Tree, otherwise: Tree) -> Tree:
     """A question, or its answer where both are alike: the second best of a half may differ where the first do not."""
     return then if then == otherwise else Question(fact=fact, below=below, then=then, otherwise=otherwise)
 
 
 def leaves(tree: Tree) -> Iterator[tuple[Variant, ...]]:
     """The lists of variants of a tree, in its order."""
-    if isinstance(tree, Question):
-        yield from leaves(tree.then)
-        yield from leaves(tree.otherwise)
-    else:
+    if isinstance(tree, tuple):
         yield tree
+        return
+    for each in tree.trees if isinstance(tree, Vote) else (tree.then, tree.otherwise):
+        yield from leaves(each)
 
 
 _Split: TypeAlias = tuple[str, float, float, float]  # a question, and what the rows below and above its number cost
 
 
-def _best_split(table: _Table, rows: Rows, cost: float) -> _Split | None:
-    """The question that saves most; None where none saves enough."""
+def _best_split(table: Table, rows: Rows, cost: float, chance: random.Random) -> _Split | None:
+    """The question that saves most, of some that are drawn; None where none saves enough."""
     best: tuple[float, _Split] | None = None
-    for place, feature in enumerate(FEATURES):
-        values = table.features[rows, place]
+    # No other method of a generator gives the same numbers in all versions of Python.
+    for feature in sorted(FEATURES, key=lambda _: chance.random())[:ASKED]:
+        values = table.features[rows, FEATURES.index(feature)]
         for threshold in thresholds(_spread(values)):
             low = values < threshold
             if min(low.sum(), (~low).sum()) < LEAST_PROBLEMS:

@@ -52,6 +52,7 @@ import portfolio_predictions
 import portfolio_scales
 import portfolio_text
 import portfolio_tree
+import portfolio_vote
 import typer
 import variant_pool
 from measured_calls import Staged, Subject
@@ -381,7 +382,7 @@ def derive(
 ) -> None:
     """Write the portfolio, and say how far from the best the problems' choices are."""
     examples, screened = examples_of(DATA), examples_of(SCREENED)
-    tree = portfolio_tree.grow(predicted(examples, screened, portfolio_predictions.drawn_problems()))
+    tree = portfolio_vote.grow(predicted(examples, screened, portfolio_predictions.drawn_problems()))
     text = portfolio_text.text_of(examples, tree)
     if check:
         if TARGET.read_text(encoding="utf-8") != text:

@@ -1,8 +1,8 @@
 """Portfolios: which variants, of all templates of an operation, suit which problems; a call without an entry runs one.
 
 A portfolio is a data file beside the search spaces, derived from measurements (docs/decisions/portfolios.md): a tree
-of questions, of which a problem is asked one at each level. Where it says nothing of a problem, or nothing that can
-run, the seeds of the templates are left.
+of questions, of which a problem is asked one at each level, down to some trees that vote. Where it says nothing of a
+problem, or nothing that can run, the seeds of the templates are left.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autoattn.core.problem import DType, Layout, Numerics, Op, Problem
 from autoattn.core.variant import Value, Variant
 from autoattn.errors import SpaceError
 
-VERSION = 2
+VERSION = 3
 _TILE = "BLOCK_M", "BLOCK_N"
 _SHARED = "SPLITS", "PACK_GQA"  # parameters of programs that share keys, and of heads that share a tile
 
@@ -39,8 +39,12 @@ class _VariantText(msgspec.Struct, forbid_unknown_fields=True):
 
 class _QuestionText(msgspec.Struct, forbid_unknown_fields=True, rename={"condition": "if", "otherwise": "else"}):
     condition: str  # "rows < 8"
-    then: _QuestionText | list[str]  # names of variants, best first
-    otherwise: _QuestionText | list[str]
+    then: _QuestionText | str | list[_QuestionText | str]
+    otherwise: _QuestionText | str | list[_QuestionText | str]
+
+
+# A question, names of variants with a space between them, best first, or trees that vote
+_TreeText: TypeAlias = _QuestionText | str | list[_QuestionText | str]
 
 
 class _PortfolioFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -49,7 +53,7 @@ class _PortfolioFile(msgspec.Struct, forbid_unknown_fields=True):
     operation: Op
     let: dict[str, str]
     variants: dict[str, _VariantText]
-    tree: _QuestionText | list[str]
+    tree: _TreeText
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +66,14 @@ class Question:
     otherwise: Tree
 
 
-Tree: TypeAlias = "Question | tuple[Variant, ...]"  # variants best first, of whatever template
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """Trees that differ in what they ask, and that each put some variants first."""
+
+    trees: tuple[Tree, ...]
+
+
+Tree: TypeAlias = "Question | Vote | tuple[Variant, ...]"  # variants best first, of whatever template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,7 +87,7 @@ class Portfolio:
         """The variants that the answers of a problem lead to, best first, whether or not they can run."""
         if problem.cache is not None:  # what was measured are keys in tensors of their own
             return ()
-        if not isinstance(self.tree, Question):
+        if isinstance(self.tree, tuple):
             return self.tree
         return leaf_of(self.tree, DerivedFacts(facts_of(problem, device), self.let))
 
@@ -85,7 +96,20 @@ def leaf_of(tree: Tree, facts: FactValues) -> tuple[Variant, ...]:
     """The variants that the answers of these facts lead to."""
     while isinstance(tree, Question):
         tree = tree.then if float(facts[tree.fact]) < tree.below else tree.otherwise
-    return tree
+    return _elected([leaf_of(each, facts) for each in tree.trees]) if isinstance(tree, Vote) else tree
+
+
+def _elected(lists: Iterable[Sequence[Variant]]) -> tuple[Variant, ...]:
+    """The variants of all lists, of which those come first that most lists put first.
+
+    A place in a list counts half of the place before it. The last of a list counts nothing: it is there to run at all.
+    """
+    votes: dict[Variant, float] = {}
+    for variants in lists:
+        for place, variant in enumerate(variants):
+            is_last = 0 < place == len(variants) - 1
+            votes[variant] = votes.get(variant, 0.0) + (0.0 if is_last else 0.5**place)
+    return tuple(sorted(votes, key=lambda variant: -votes[variant]))
 
 
 @lru_cache(maxsize=8)
@@ -126,12 +150,15 @@ def _checked(file: _PortfolioFile) -> Portfolio:
     return Portfolio(let=let, tree=_tree(file.tree, known, named))
 
 
-def _tree(text: _QuestionText | list[str], known: Collection[str], named: Mapping[str, Variant]) -> Tree:
-    if isinstance(text, list):
-        for name in text:
+def _tree(text: _TreeText, known: Collection[str], named: Mapping[str, Variant]) -> Tree:
+    if isinstance(text, str):
+        names = text.split()
+        for name in names:
             if name not in named:
                 raise SpaceError(f"a tree names variants of the file, got {name!r}; see docs/search-spaces.md")
-        return tuple(named[name] for name in text)
+        return tuple(named[name] for name in names)
+    if isinstance(text, list):
+        return Vote(trees=tuple(_tree(each, known, named) for each in text))
     fact, below = _condition(text.condition)
     space_file.check_names([fact], known, text.condition)
     return Question(

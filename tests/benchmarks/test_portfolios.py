@@ -16,6 +16,7 @@ import portfolio_model
 import portfolio_predictions
 import portfolio_text
 import portfolio_tree
+import portfolio_vote
 import portfolios
 import pytest
 import samples
@@ -25,7 +26,7 @@ from typer.testing import CliRunner
 
 from autoattn.cache import store
 from autoattn.codegen import portfolio, render, resources, search_space
-from autoattn.codegen.portfolio import Question, Tree
+from autoattn.codegen.portfolio import Question, Tree, Vote
 from autoattn.core import kernel_kind
 from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Op, Precision, Problem
@@ -86,7 +87,7 @@ def samples_of(examples: list[Example]) -> Iterator[portfolio_model.Sample]:
 
 
 def test_the_tree_asks_what_tells_the_problems_apart(examples: list[Example]) -> None:
-    tree = portfolio_tree.grow(examples)
+    tree = portfolio_vote.grow(examples)
     assert {variants[0] for variants in portfolio_tree.leaves(tree)} == {SHORT, LONG}
     assert [portfolio_tree.regret(each, tree) for each in examples] == [1.0] * len(examples)
     assert portfolio_tree.choice(example(problem_of(9), {}), tree) == SHORT
@@ -96,7 +97,7 @@ def test_the_tree_asks_what_tells_the_problems_apart(examples: list[Example]) ->
 def test_the_same_data_give_the_same_bytes_whatever_their_order(examples: list[Example]) -> None:
     shuffled = list(examples)
     random.Random(1).shuffle(shuffled)
-    texts = [portfolio_text.text_of(each, portfolio_tree.grow(each)) for each in (examples, shuffled)]
+    texts = [portfolio_text.text_of(each, portfolio_vote.grow(each)) for each in (examples, shuffled)]
     assert texts[0] == texts[1]
 
 
@@ -104,7 +105,7 @@ def test_what_is_derived_is_what_calls_run(
     examples: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "forward.portfolio.json"
-    tree = portfolio_tree.grow(examples)
+    tree = portfolio_vote.grow(examples)
     path.write_text(portfolio_text.text_of(examples, tree), encoding="utf-8")
     monkeypatch.setattr(resources, "portfolio_path", lambda op: path)
     portfolio.load.cache_clear()
@@ -115,16 +116,29 @@ def test_what_is_derived_is_what_calls_run(
         portfolio.load.cache_clear()
 
 
+def test_trees_that_vote_ask_otherwise_than_each_other(examples: list[Example]) -> None:
+    vote = portfolio_vote.grow(examples)
+    assert isinstance(vote, Vote)
+    assert len(vote.trees) == portfolio_vote.TREES
+    assert len({tree.fact for tree in vote.trees if isinstance(tree, Question)}) > 1
+
+
+def test_processes_grow_the_same_trees(examples: list[Example], monkeypatch: pytest.MonkeyPatch) -> None:
+    here = portfolio_vote.grow(examples)
+    monkeypatch.setattr(portfolio_vote, "FEW", 0)
+    assert portfolio_vote.grow(examples) == here
+
+
 def test_one_variant_that_is_best_everywhere_needs_no_question() -> None:
     each = [example(problem_of(rows), {SHORT: 10.0, LONG: 11.0}) for rows in LENGTHS]
-    assert first_of(portfolio_tree.grow(each)) == (SHORT,)
+    assert first_of(portfolio_vote.grow(each)) == (SHORT,)
 
 
 def test_a_variant_that_was_not_measured_is_not_believed_to_be_good() -> None:
     """Without that, the one that was tried on a single problem would win."""
     each = [example(problem_of(rows), {SHORT: 10.0}) for rows in LENGTHS]
     each[0] = example(problem_of(1), {SHORT: 10.0, LONG: 9.9})
-    assert first_of(portfolio_tree.grow(each)) == (SHORT,)
+    assert first_of(portfolio_vote.grow(each)) == (SHORT,)
 
 
 @pytest.mark.parametrize("plain_us", [20.0, 11.0], ids=["which is slow", "which is nearly as fast everywhere"])
@@ -134,7 +148,7 @@ def test_where_the_first_cannot_run_the_next_is_for_what_is_left(plain_us: float
     fast = next(seed for seed in gluon.seeds_for(even, H200) if gluon.why_infeasible(seed, odd, H200) is not None)
     plain = feasible(odd, even)[0]
     each = [example(even, {fast: 10.0, plain: plain_us}), example(odd, {plain: plain_us})]
-    assert first_of(portfolio_tree.grow(each), 2) == (fast, plain)
+    assert first_of(portfolio_vote.grow(each), 2) == (fast, plain)
 
 
 def test_a_list_has_what_problems_near_it_run_that_its_own_examples_never_need() -> None:
@@ -145,7 +159,7 @@ def test_a_list_has_what_problems_near_it_run_that_its_own_examples_never_need()
     each = [example(problem_of(1024), {fast: 10.0, SHORT: 20.0, LONG: 30.0})] * 6
     each += [example(problem_of(rows), {fast: 30.0, SHORT: 10.0, LONG: 10.5}) for rows in range(1, 7)]
     each += [example(problem_of(rows, head_dim=60), {SHORT: 12.0, LONG: 10.0}) for rows in range(1, 7)]
-    tree = portfolio_tree.grow(each)
+    tree = portfolio_vote.grow(each)
     assert portfolio_tree.choice(example(many, {}), tree) == fast
     assert portfolio_tree.choice(example(odd, {}), tree) == LONG
 
@@ -155,18 +169,17 @@ def test_numbers_are_asked_first_though_sizes_tell_more_apart(examples: list[Exa
         example(replace(each.problem, dtype=DType.FLOAT32), {SHORT: 10.0, LONG: 10.0 if each is examples[0] else 10.5})
         for each in examples
     ]
-    tree = portfolio_tree.grow([*examples, *exact])
+    tree = portfolio_vote.grow([*examples, *exact])
     assert isinstance(tree, Question)
     assert (tree.fact, tree.below) == ("ieee", 1.0)
-    assert isinstance(tree.then, Question)
-    assert tree.then.fact != "element_bytes", "of what is left, all have 16 bits"
+    assert isinstance(tree.then, Vote), "of what is left, all have 16 bits"
     assert first_of(tree.otherwise) == (SHORT,)
 
 
 def test_one_call_at_half_the_speed_costs_more_than_many_at_nine_tenths() -> None:
     each = [example(problem_of(rows), {SHORT: 10.0, LONG: 11.1}) for rows in LENGTHS[:7]]
     each.append(example(problem_of(LENGTHS[7]), {SHORT: 20.0, LONG: 10.0}))
-    assert first_of(portfolio_tree.grow(each)) == (LONG,)
+    assert first_of(portfolio_vote.grow(each)) == (LONG,)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +372,7 @@ def test_a_list_has_a_variant_for_problems_of_too_few_tiles_for_programs_that_ta
         for schedule, keys in (("dynamic", 128), ("one_tile", 128), ("one_tile", 64))
     )
     examples = [example(problem_of(batch), {in_turn: 1.0, single: 1.001, slow: 2.0}) for batch in range(1, 9)]
-    tree = portfolio_tree.grow(examples)
+    tree = portfolio_vote.grow(examples)
     assert tree == (in_turn, single)
 
 
@@ -367,7 +380,8 @@ def test_a_file_reads_back_as_the_tree_that_it_was_written_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     split = Question(fact="rows", below=0.013, then=(SHORT, LONG), otherwise=())
-    tree = Question(fact="keys_per_row", below=4096.0, then=split, otherwise=(LONG,))
+    vote = Vote(trees=(split, (SHORT,), (LONG, SHORT)))
+    tree = Question(fact="keys_per_row", below=4096.0, then=vote, otherwise=(LONG,))
     path = tmp_path / "forward.portfolio.json"
     path.write_text(portfolio_text.text_of([example(problem_of(1), {SHORT: 1.0})], tree), encoding="utf-8")
     monkeypatch.setattr(resources, "portfolio_path", lambda op: path)

@@ -42,11 +42,14 @@ def name_of(variant: Variant) -> str:
 
 
 def question(condition: str, then: Any, otherwise: Any) -> dict[str, Any]:
-    """A question of a file; answers are questions or variants."""
-    answers = [
-        answer if isinstance(answer, dict) else [name_of(variant) for variant in answer] for answer in (then, otherwise)
-    ]
+    """A question of a file; answers are questions, trees that vote, or variants."""
+    answers = [answer if isinstance(answer, dict | list) else listed(*answer) for answer in (then, otherwise)]
     return {"if": condition, "then": answers[0], "else": answers[1]}
+
+
+def listed(*variants: Variant) -> str:
+    """A list of a file."""
+    return " ".join(map(name_of, variants))
 
 
 def document(tree: Any, more: Sequence[Variant] = (), **others: Any) -> str:
@@ -91,6 +94,30 @@ def test_answers_lead_to_variants_of_all_templates_in_their_order(write: Write) 
     assert portfolio.variants_for(PREFILL, H200) == [GLUON, OTHER]
     assert portfolio.default(DECODE, H200) == TRITON
     assert portfolio.default(PREFILL, H200) == GLUON
+
+
+def test_what_most_trees_put_first_comes_first(write: Write) -> None:
+    few = question("rows < 16", (TRITON, OTHER), (GLUON, OTHER, TRITON))
+    write(document(question("rows < 9999", [few, listed(OTHER, GLUON), few, listed(OTHER, TRITON)], (GLUON,))))
+    assert portfolio.default(PREFILL, H200) == OTHER, "two trees each put GLUON and OTHER first, two OTHER behind it"
+    write(document([few, listed(OTHER, GLUON), few]))
+    assert portfolio.variants_for(PREFILL, H200) == [GLUON, OTHER]
+    assert portfolio.default(DECODE, H200) == TRITON
+
+
+def test_a_place_in_a_list_counts_half_of_the_place_before_it(write: Write) -> None:
+    first, second, third = (seed("triton/forward", place) for place in range(3))
+    lists = [listed(first, second, third, GLUON), listed(third, second, GLUON), listed(GLUON, second, third)]
+    write(document(lists, [first, second, third]))
+    votes = {first: 1.0, second: 1.5, third: 1.25, GLUON: 1.0}
+    assert portfolio.variants_for(PREFILL, H200) == sorted(votes, key=lambda variant: -votes[variant])
+
+
+def test_the_last_of_a_list_has_no_vote_unless_it_is_alone_there(write: Write) -> None:
+    write(document([listed(GLUON, OTHER), listed(TRITON, OTHER), listed(TRITON, OTHER)]))
+    assert portfolio.load(Op.FORWARD).suiting(PREFILL, H200) == (TRITON, GLUON, OTHER)
+    write(document([listed(GLUON, OTHER), listed(OTHER), listed(OTHER)]))
+    assert portfolio.load(Op.FORWARD).suiting(PREFILL, H200) == (OTHER, GLUON)
 
 
 def test_a_default_is_what_the_class_of_sizes_runs_before_what_the_sizes_ask_for(write: Write, tmp_path: Path) -> None:
@@ -215,16 +242,18 @@ def test_without_a_file_the_first_templates_seed_is_the_default(write: Write) ->
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (document([], version=1), f"of version {portfolio.VERSION}, got forward of version 1"),
-        (document([], operation="backward"), "a portfolio of forward"),
+        (document("", version=1), f"of version {portfolio.VERSION}, got forward of version 1"),
+        (document("", operation="backward"), "a portfolio of forward"),
         (document(question("row < 16", (), ())), "got row; did you mean rows"),
         (document(question("rows > 16", (), ())), "must be such as 'rows < 8', got 'rows > 16'"),
         (document(question("rows < many", (), ())), "must be such as 'rows < 8', got 'rows < many'"),
-        (document(3), "must be a portfolio, but Expected `object | array`"),
-        (document(["fast"]), "variants of the file, got 'fast'"),
-        (document([], rules=[]), "unknown field `rules`"),
+        (document(3), "must be a portfolio, but Expected `object | str | array`"),
+        (document("fast"), "variants of the file, got 'fast'"),
+        (document(["", "fast"]), "variants of the file, got 'fast'"),
+        (document([["fast"]]), r"must be a portfolio, but Expected `object | str`, got `array` - at `\$.tree\[0\]`"),
+        (document("", rules=[]), "unknown field `rules`"),
         (
-            document([], variants={"odd": {"template": "triton/forward", "params": {"BLOCK_M": 3}}}),
+            document("", variants={"odd": {"template": "triton/forward", "params": {"BLOCK_M": 3}}}),
             "a variant of triton/forward sets",
         ),
         ("tree: []", "must be a portfolio, but JSON is malformed"),

@@ -401,7 +401,7 @@ def portfolio_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[V
         "operation": "forward",
         "let": {"rows": "queries / batch"},
         "variants": {name: {"template": each.template, "params": each.as_dict()} for name, each in named.items()},
-        "tree": {"if": "rows < 16", "then": ["few"], "else": ["many"]},
+        "tree": {"if": "rows < 16", "then": "few", "else": "many"},
     }
     path = tmp_path / "forward.portfolio.json"
     path.write_text(json.dumps(document), encoding="utf-8")
