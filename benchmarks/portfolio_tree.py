@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeAlias
 
 import numpy as np
@@ -296,8 +296,8 @@ def _round_between(low: float, high: float) -> float:
 
 def choice(example: Example, tree: Tree) -> Variant | None:
     """The variant that a call of an example's problem runs; None where seeds are left."""
-    variants = portfolio.leaf_of(tree, example.facts)
-    return next((each for each in variants if portfolio.is_feasible(each, example.problem, example.device)), None)
+    can_run = partial(portfolio.is_feasible, problem=example.problem, device=example.device)
+    return next(iter(portfolio.leaf_of(tree, example.facts, can_run)), None)
 
 
 def regret(example: Example, tree: Tree) -> float | None:

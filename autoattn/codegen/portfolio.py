@@ -8,9 +8,10 @@ problem, or nothing that can run, the seeds of the templates are left.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache, partial
+from itertools import dropwhile
 from typing import TypeAlias
 
 import msgspec
@@ -83,20 +84,33 @@ class Portfolio:
     let: Mapping[str, Rule]
     tree: Tree
 
-    def suiting(self, problem: Problem, device: Device) -> tuple[Variant, ...]:
-        """The variants that the answers of a problem lead to, best first, whether or not they can run."""
+    def suiting(
+        self, problem: Problem, device: Device, can_run: Callable[[Variant], bool] | None = None
+    ) -> tuple[Variant, ...]:
+        """The variants that the answers of a problem lead to, best first, from one on that can run its sizes.
+
+        Facts that no measured problem had, as what changes scores, do not count: `first_of` sees to these.
+
+        Args:
+            can_run: whether a variant can run the problem's sizes, where that is known.
+        """
         if problem.cache is not None:  # what was measured are keys in tensors of their own
             return ()
-        if isinstance(self.tree, tuple):
-            return self.tree
-        return leaf_of(self.tree, DerivedFacts(facts_of(problem, device), self.let))
+        if self.tree == ():
+            return ()
+        if can_run is None:
+            can_run = partial(_is_able, problem=plain_twin(problem), device=device)
+        return leaf_of(self.tree, DerivedFacts(facts_of(problem, device), self.let), can_run)
 
 
-def leaf_of(tree: Tree, facts: FactValues) -> tuple[Variant, ...]:
-    """The variants that the answers of these facts lead to."""
+def leaf_of(tree: Tree, facts: FactValues, can_run: Callable[[Variant], bool]) -> tuple[Variant, ...]:
+    """The variants that the answers of these facts lead to, from one on that can run."""
     while isinstance(tree, Question):
         tree = tree.then if float(facts[tree.fact]) < tree.below else tree.otherwise
-    return _elected([leaf_of(each, facts) for each in tree.trees]) if isinstance(tree, Vote) else tree
+    if isinstance(tree, Vote):
+        can_run = cache(can_run)
+        return _elected([leaf_of(each, facts, can_run) for each in tree.trees])
+    return tuple(dropwhile(lambda variant: not can_run(variant), tree))
 
 
 def _elected(lists: Iterable[Sequence[Variant]]) -> tuple[Variant, ...]:
@@ -184,7 +198,12 @@ def variants_for(problem: Problem, device: Device) -> list[Variant]:
 
 def _able(problem: Problem, device: Device, suiting: Sequence[Variant]) -> Iterator[Variant]:
     """What can run of a list, in its order; judged as far as it is taken."""
-    return (variant for variant in suiting if is_available(variant) and is_feasible(variant, problem, device))
+    return filter(partial(_is_able, problem=problem, device=device), suiting)
+
+
+def _is_able(variant: Variant, problem: Problem, device: Device) -> bool:
+    """Whether a variant can run here."""
+    return is_available(variant) and is_feasible(variant, problem, device)
 
 
 def is_feasible(variant: Variant, problem: Problem, device: Device) -> bool:
@@ -212,20 +231,16 @@ def first_of(
     measured. It says nothing of facts that no measured problem had, as what changes scores, or online numerics, and the
     last of a list is there to run at all. So there each variant of the list, in turn, has a stand-in: a starter of its
     template and tile that shares keys and heads as it does, and has the fewest other parameters. Where there is none,
-    one of the nearest tile runs. What could not run without those facts either, at the head of a list, has none; nor
-    has what packs heads into a tile, for few rows, where the first of the list does not.
+    one of the nearest tile runs. What packs heads into a tile, for few rows, has none where the first of the list does
+    not.
 
     Args:
-        suiting: the list that the portfolio has for the problem.
+        suiting: the list that the portfolio has for the problem, of which the first could run without those facts.
         able: what can run of it, in its order; taken no further than needed.
         seeds: of the templates, those that can run; not asked for where the first of the list can.
     """
     first = next(able, None)
-    measured = has_measured_facts(problem) and problem.numerics is Numerics.ANY
-    if not suiting or first == suiting[0] or measured:
-        return first
-    suiting = _of_plain_twin(problem, device, suiting)
-    if first == suiting[0]:
+    if not suiting or first == suiting[0] or plain_twin(problem) is problem:
         return first
     starters = [starter for starter in (first, *able, *seeds) if starter not in (None, suiting[-1])]
     packed = _packs_heads(suiting[0], problem)
@@ -238,9 +253,11 @@ def first_of(
     return min(starters, key=lambda starter: _distance(suiting[0], starter), default=first)
 
 
-def _of_plain_twin(problem: Problem, device: Device, suiting: Sequence[Variant]) -> Sequence[Variant]:
-    """A list from the variant on that could run the same sizes if they had none of the facts that were not measured."""
-    twin = replace(
+def plain_twin(problem: Problem) -> Problem:
+    """The problem of the same sizes that has no fact which all measured problems lacked."""
+    if has_measured_facts(problem) and problem.numerics is Numerics.ANY:
+        return problem
+    return replace(
         problem,
         modifiers=Modifiers(),
         numerics=Numerics.ANY,
@@ -250,10 +267,6 @@ def _of_plain_twin(problem: Problem, device: Device, suiting: Sequence[Variant])
         tokens_q=0,
         tokens_kv=0,
     )
-    for place, variant in enumerate(suiting[:-1]):
-        if is_feasible(variant, twin, device):
-            return suiting[place:]
-    return suiting
 
 
 def _packs_heads(variant: Variant, problem: Problem) -> bool:

@@ -26,7 +26,7 @@ LARGEST_BITS = 2  # from LARGEST on
 PACKED_BITS = 2  # of packed sequences, which differ in more sizes from batch to batch
 INVARIANT_BATCH = 8  # sequences of the batch for which a kernel is chosen that serves batches of all sizes alike
 SMALL, LARGE, LARGEST = 32, 4096, 16384
-TILE_ROWS = 128, 192  # of the tiles whose turns count
+TILE_ROWS = 64, 128, 192  # of the tiles whose turns count
 MOST_TURNS = 4  # from more on, a turn of few tiles is a small part of all
 
 

@@ -173,8 +173,10 @@ class _Lookup:
 
     @cached_property
     def suiting(self) -> tuple[Variant, ...]:
-        """The portfolio's variants, whether or not they can run; near entries and sisters' ask for them too."""
-        return portfolio.load(self.problem.op).suiting(self.problem, self.tuned.device)
+        """The portfolio's variants, from one on that can run these sizes; near entries and sisters' ask for them too."""
+        is_plain = portfolio.plain_twin(self.problem) is self.problem
+        can_run = partial(self.rules.can_run, facts=self.facts) if is_plain else None
+        return portfolio.load(self.problem.op).suiting(self.problem, self.tuned.device, can_run)
 
     def run(self) -> Explanation:
         """The answer of the first rule that has one; the last has one always."""

@@ -108,9 +108,11 @@ class KindRules:
 
     def runnable(self, variants: Iterable[Variant], facts: DerivedFacts) -> Iterator[Variant]:
         """Those of a portfolio's variants that can run a problem of these sizes."""
-        for variant in variants:
-            if portfolio.is_available(variant) and self.is_feasible(variant, facts):
-                yield variant
+        return (variant for variant in variants if self.can_run(variant, facts))
+
+    def can_run(self, variant: Variant, facts: DerivedFacts) -> bool:
+        """Whether a portfolio's variant can run a problem of these sizes."""
+        return portfolio.is_available(variant) and self.is_feasible(variant, facts)
 
     def _add(self, entry: CacheEntry) -> Contender:
         unavailable = availability.why_unavailable(entry)
