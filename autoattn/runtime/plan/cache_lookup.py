@@ -173,7 +173,7 @@ class _Lookup:
 
     @cached_property
     def suiting(self) -> tuple[Variant, ...]:
-        """The portfolio's variants, from one on that can run these sizes; near entries and sisters' ask for them too."""
+        """The portfolio's variants, from one on that can run these sizes; near entries ask for them too."""
         is_plain = portfolio.plain_twin(self.problem) is self.problem
         can_run = partial(self.rules.can_run, facts=self.facts) if is_plain else None
         return portfolio.load(self.problem.op).suiting(self.problem, self.tuned.device, can_run)
