@@ -66,7 +66,7 @@ FEATURES = (
     "last_shared_turn", "last_wide_turn", "half_rows", "wide_rows", "rows_used", "shared_rows_used", "tiles_apart",
     "keys_walked", "shared_keys_walked", "keys_seen",
 )  # fmt: skip
-ASKED = 10  # features that a split chooses among, drawn anew for each, so that the trees of a vote differ
+DRAWN_FEATURES = 10  # that a split chooses among, drawn anew for each, so that the trees of a vote differ
 LEAST_PROBLEMS = 6  # of a leaf
 MOST_DEPTH = 24  # below these
 LEAST_GAIN = 0.000003  # of a split: what it saves of the costs, in the mean of all problems
@@ -253,7 +253,7 @@ def _best_split(table: Table, rows: Rows, cost: float, chance: random.Random) ->
     """The question that saves most, of some that are drawn; None where none saves enough."""
     best: tuple[float, _Split] | None = None
     # No other method of a generator gives the same numbers in all versions of Python.
-    for feature in sorted(FEATURES, key=lambda _: chance.random())[:ASKED]:
+    for feature in sorted(FEATURES, key=lambda _: chance.random())[:DRAWN_FEATURES]:
         values = table.features[rows, FEATURES.index(feature)]
         for threshold in thresholds(_spread(values)):
             low = values < threshold
