@@ -105,23 +105,30 @@ class Portfolio:
 
 def leaf_of(tree: Tree, facts: FactValues, can_run: Callable[[Variant], bool]) -> tuple[Variant, ...]:
     """The variants that the answers of these facts lead to, from one on that can run."""
+    return _elected(_lists(tree, facts), cache(can_run))
+
+
+def _lists(tree: Tree, facts: FactValues) -> Iterator[tuple[Variant, ...]]:
+    """The list that the answers lead to, or those of trees that vote."""
     while isinstance(tree, Question):
         tree = tree.then if float(facts[tree.fact]) < tree.below else tree.otherwise
     if isinstance(tree, Vote):
-        can_run = cache(can_run)
-        return _elected([leaf_of(each, facts, can_run) for each in tree.trees])
-    return tuple(dropwhile(lambda variant: not can_run(variant), tree))
+        for each in tree.trees:
+            yield from _lists(each, facts)
+    else:
+        yield tree
 
 
-def _elected(lists: Iterable[Sequence[Variant]]) -> tuple[Variant, ...]:
+def _elected(lists: Iterable[Sequence[Variant]], can_run: Callable[[Variant], bool]) -> tuple[Variant, ...]:
     """The variants of all lists, of which those come first that most lists put first.
 
-    A place in a list counts half of the place before it. The last of a list counts nothing: it is there to run at all.
+    A list counts from the first variant on that can run, and a place in it half of the place before. The last of a list
+    counts nothing: it is there to run at all.
     """
     votes: dict[Variant, float] = {}
     for variants in lists:
-        for place, variant in enumerate(variants):
-            is_last = 0 < place == len(variants) - 1
+        for place, variant in enumerate(dropwhile(lambda each: not can_run(each), variants)):
+            is_last = len(variants) > 1 and variant == variants[-1]
             votes[variant] = votes.get(variant, 0.0) + (0.0 if is_last else 0.5**place)
     return tuple(sorted(votes, key=lambda variant: -votes[variant]))
 

@@ -126,6 +126,8 @@ def test_the_last_of_a_list_has_no_vote_unless_it_is_alone_there(write: Write) -
     assert portfolio.load(Op.FORWARD).suiting(PREFILL, H200) == (plain, GLUON, OTHER)
     write(document([listed(GLUON, OTHER), listed(OTHER), listed(OTHER)]))
     assert portfolio.load(Op.FORWARD).suiting(PREFILL, H200) == (OTHER, GLUON)
+    write(document([listed(TRITON, OTHER), listed(TRITON, OTHER), listed(GLUON, OTHER)]))
+    assert portfolio.load(Op.FORWARD).suiting(PREFILL, H200) == (GLUON, OTHER), "no more where the others cannot run"
 
 
 def test_a_default_is_what_the_class_of_sizes_runs_before_what_the_sizes_ask_for(write: Write, tmp_path: Path) -> None:
