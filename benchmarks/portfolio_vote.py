@@ -6,6 +6,7 @@ tree chooses among features that are drawn for it, as in random forests (Breiman
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import random
@@ -46,22 +47,10 @@ def _of_numbers(examples: Sequence[Example], questions: Sequence[tuple[str, floa
 
 def _voting(table: Table) -> Tree:
     """Trees of the examples of a table, grown on all cores; a single one where all are alike."""
+    cases = [(table, random.Random(seed)) for seed in range(TREES)]
     if len(table.able) < FEW:
-        trees = [portfolio_tree.grow(table, random.Random(seed)) for seed in range(TREES)]
+        trees = list(itertools.starmap(portfolio_tree.grow, cases))
     else:
-        with multiprocessing.get_context("spawn").Pool(os.cpu_count(), _begin, [table]) as pool:
-            trees = pool.map(_grown, range(TREES), chunksize=1)
+        with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+            trees = pool.starmap(portfolio_tree.grow, cases, chunksize=1)
     return trees[0] if all(tree == trees[0] for tree in trees) else Vote(trees=tuple(trees))
-
-
-_table: Table | None = None  # of a process
-
-
-def _begin(table: Table) -> None:
-    global _table
-    _table = table
-
-
-def _grown(seed: int) -> Tree:
-    assert _table is not None
-    return portfolio_tree.grow(_table, random.Random(seed))

@@ -25,9 +25,9 @@ default was slow it met the winner. A name of examinedN keeps `untuned.py` from 
 
 scales: how much each feature of a problem and a variant counts for the model (`portfolio_scales.py`), from all files.
 
-derive: a model of the measured times (`portfolio_model.py`) predicts those of the cover on many drawn problems. A
-decision tree grows on these, over the sizes and the kind of a problem. A leaf has the variants whose first feasible one
-is the fastest in the geometric mean of the leaf's problems. The same data give the same bytes (`portfolio_text.py`).
+derive: a model of the measured times (`portfolio_model.py`) predicts those of the cover on many drawn problems. Trees
+that vote grow on these, over the sizes and the kind of a problem. A leaf has the variants whose first feasible one is
+the fastest in the geometric mean of the leaf's problems. The same data give the same bytes (`portfolio_text.py`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from autoattn.codegen import portfolio, resources, search_space
 from autoattn.core import device_profiles, kernel_kind
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.device import Device
-from autoattn.core.problem import Numerics, Op, Precision, Problem
+from autoattn.core.problem import Op, Precision, Problem
 from autoattn.core.variant import Variant
 from autoattn.hardware import nvidia
 
@@ -344,8 +344,7 @@ def finals(
 def _is_drawn(problem: Problem) -> bool:
     """Whether a problem is of a kind that `drawn_calls` draws."""
     apart = problem.cache is None and problem.head_dim == problem.head_dim_v
-    output = problem.op is Op.FORWARD and problem.numerics is Numerics.ANY
-    return apart and output and portfolio.has_measured_facts(problem)
+    return apart and problem.op is Op.FORWARD and portfolio.is_plain(problem)
 
 
 def _finals_of(entry: CacheEntry) -> dict[str, Any]:

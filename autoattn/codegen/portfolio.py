@@ -94,12 +94,10 @@ class Portfolio:
         Args:
             can_run: whether a variant can run the problem's sizes, where that is known.
         """
-        if problem.cache is not None:  # what was measured are keys in tensors of their own
-            return ()
-        if self.tree == ():
+        if problem.cache is not None or self.tree == ():  # what was measured are keys in tensors of their own
             return ()
         if can_run is None:
-            can_run = partial(_is_able, problem=plain_twin(problem), device=device)
+            can_run = partial(_is_able, problem=_plain_twin(problem), device=device)
         return leaf_of(self.tree, DerivedFacts(facts_of(problem, device), self.let), can_run)
 
 
@@ -229,6 +227,11 @@ def has_measured_facts(problem: Problem) -> bool:
     return plain and problem.dtype is not DType.FLOAT8
 
 
+def is_plain(problem: Problem) -> bool:
+    """Whether problems of the same facts but sizes were measured: it has no other, and any numerics will do."""
+    return has_measured_facts(problem) and problem.numerics is Numerics.ANY
+
+
 def first_of(
     problem: Problem, device: Device, suiting: Sequence[Variant], able: Iterator[Variant], seeds: Iterable[Variant]
 ) -> Variant | None:
@@ -247,7 +250,7 @@ def first_of(
         seeds: of the templates, those that can run; not asked for where the first of the list can.
     """
     first = next(able, None)
-    if not suiting or first == suiting[0] or plain_twin(problem) is problem:
+    if not suiting or first == suiting[0] or is_plain(problem):
         return first
     starters = [starter for starter in (first, *able, *seeds) if starter not in (None, suiting[-1])]
     packed = _packs_heads(suiting[0], problem)
@@ -260,9 +263,9 @@ def first_of(
     return min(starters, key=lambda starter: _distance(suiting[0], starter), default=first)
 
 
-def plain_twin(problem: Problem) -> Problem:
+def _plain_twin(problem: Problem) -> Problem:
     """The problem of the same sizes that has no fact which all measured problems lacked."""
-    if has_measured_facts(problem) and problem.numerics is Numerics.ANY:
+    if is_plain(problem):
         return problem
     return replace(
         problem,

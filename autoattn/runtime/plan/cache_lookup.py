@@ -174,8 +174,7 @@ class _Lookup:
     @cached_property
     def suiting(self) -> tuple[Variant, ...]:
         """The portfolio's variants, from one on that can run these sizes; near entries ask for them too."""
-        is_plain = portfolio.plain_twin(self.problem) is self.problem
-        can_run = partial(self.rules.can_run, facts=self.facts) if is_plain else None
+        can_run = self._can_run if portfolio.is_plain(self.problem) else None
         return portfolio.load(self.problem.op).suiting(self.problem, self.tuned.device, can_run)
 
     def run(self) -> Explanation:
@@ -368,8 +367,12 @@ class _Lookup:
 
     def _of_portfolio(self) -> Variant | None:
         """What the portfolio has a call run."""
-        able = self.rules.runnable(self.suiting, self.facts)
+        able = filter(self._can_run, self.suiting)
         return portfolio.first_of(self.problem, self.tuned.device, self.suiting, able, self._seeds())
+
+    def _can_run(self, variant: Variant) -> bool:
+        """Whether a variant of the portfolio can run the problem."""
+        return portfolio.is_available(variant) and self.rules.is_feasible(variant, self.facts)
 
     def _seeds(self) -> Iterator[Variant]:
         """The templates' seeds that can run."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autoattn.baselines.pytorch_sdpa import BACKENDS, SDPA
 from autoattn.cache import availability, store
-from autoattn.codegen import feasibility, portfolio, search_space
+from autoattn.codegen import feasibility, search_space
 from autoattn.codegen.feasibility import DerivedFacts, FactValues, SharedRules, SizeRules
 from autoattn.codegen.kind_seeds import KindSeeds
 from autoattn.codegen.search_space import SearchSpace
@@ -105,14 +105,6 @@ class KindRules:
             rules = self._shared.rules_of(space.judgement_of(variant, self._problem, self._device))
             self._of_variants[variant] = rules
         return feasibility.first_broken(rules, facts) is None
-
-    def runnable(self, variants: Iterable[Variant], facts: DerivedFacts) -> Iterator[Variant]:
-        """Those of a portfolio's variants that can run a problem of these sizes."""
-        return (variant for variant in variants if self.can_run(variant, facts))
-
-    def can_run(self, variant: Variant, facts: DerivedFacts) -> bool:
-        """Whether a portfolio's variant can run a problem of these sizes."""
-        return portfolio.is_available(variant) and self.is_feasible(variant, facts)
 
     def _add(self, entry: CacheEntry) -> Contender:
         unavailable = availability.why_unavailable(entry)
