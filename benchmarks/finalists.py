@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 import portfolios
-from portfolio_tree import Example
+from portfolio_examples import Example
 
 from autoattn.codegen import render
 from autoattn.core import device_profiles

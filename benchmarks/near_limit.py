@@ -20,12 +20,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import portfolio_network
 import portfolio_predictions
-import portfolio_tree
-import portfolio_vote
 import portfolios
 import variant_pool
-from portfolio_tree import Example
+from portfolio_examples import Example
 
 from autoattn.codegen import portfolio
 from autoattn.core import kernel_kind
@@ -127,9 +126,9 @@ def without_problem(folds: int, drawn: int) -> dict[Problem, Variant | None]:
     chosen: dict[Problem, Variant | None] = {}
     for fold in range(folds):
         known = [example for place, example in enumerate(measured) if place % folds != fold]
-        tree = portfolio_vote.grow(portfolios.predicted(known, screened, problems))
+        estimates = portfolio_network.train(portfolios.predicted(known, screened, problems))
         for example in measured[fold::folds]:
-            chosen[example.problem] = portfolio_tree.choice(example, tree)
+            chosen[example.problem] = portfolio_network.choice(example, estimates)
     return chosen
 
 

@@ -2,8 +2,8 @@
 
 It knows a variant by its parameters, and a problem with it by what a card has to do: tiles, waves, passes over keys,
 products, and bytes. How much each of these features counts is fitted to the measured times (`portfolio_scales.py`).
-A tree of rules that is grown on measured problems alone chooses badly on kinds that it has not
-seen; grown on many drawn problems whose times are predicted, it comes near the model (docs/decisions/portfolios.md).
+A portfolio that learns from measured problems alone chooses badly on kinds that it has not seen; one that
+learns from many drawn problems whose times are predicted comes near the model (docs/decisions/portfolios.md).
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ default was slow it met the winner. A name of examinedN keeps `untuned.py` from 
 
 scales: how much each feature of a problem and a variant counts for the model (`portfolio_scales.py`), from all files.
 
-derive: a model of the measured times (`portfolio_model.py`) predicts those of the cover on many drawn problems. Trees
-that vote grow on these, over the sizes and the kind of a problem. A leaf has the variants whose first feasible one is
-the fastest in the geometric mean of the leaf's problems. The same data give the same bytes (`portfolio_text.py`).
+derive: a model of the measured times (`portfolio_model.py`) predicts those of the cover on many drawn problems. A small
+network learns from these which variant costs what (`portfolio_network.py`). The same data give the same bytes
+(`portfolio_text.py`).
 """
 
 from __future__ import annotations
@@ -48,16 +48,15 @@ import drawn_calls
 import measured_calls
 import msgspec
 import portfolio_model
+import portfolio_network
 import portfolio_predictions
 import portfolio_scales
 import portfolio_text
-import portfolio_tree
-import portfolio_vote
 import typer
 import variant_pool
 from measured_calls import Staged, Subject
+from portfolio_examples import Example
 from portfolio_model import TimeModel
-from portfolio_tree import Example
 
 from autoattn.codegen import portfolio, resources, search_space
 from autoattn.core import device_profiles, kernel_kind
@@ -76,6 +75,7 @@ CHOSEN = "chosen"  # in the names of files whose problems met few variants, chos
 CANDIDATES = 12  # of a long call of `choose`
 SHORT_CANDIDATES = 16  # of a short one, whose times the model knows less well
 BEHIND = 1.1  # times the last of these: what a variant counts as that is not among them
+FAILED = 2.0  # times the best: what a variant counts as that failed on problems alike
 WEIGHT = 8  # drawn problems that a measured one counts as
 NEAR = 1.02
 RESERVED = 1000  # seeds from here on are for portfolios; smaller ones are for benchmarks/untuned.py
@@ -261,9 +261,10 @@ def predicted(measured: Sequence[Example], screened: Sequence[Example], drawn: S
     predictions = portfolio_predictions.of(model, cover, problems, card)
     examples: dict[Problem, Example] = {}
     for problem, times in zip(problems, predictions, strict=True):
-        times = {variant: time_us for variant, time_us in times.items() if variant not in failing[numbers_of(problem)]}
-        if times:
-            times |= {variant: time_us for variant, time_us in known.get(problem, {}).items() if variant in times}
+        able = {variant: time_us for variant, time_us in times.items() if variant not in failing[numbers_of(problem)]}
+        if able:
+            able |= {variant: time_us for variant, time_us in known.get(problem, {}).items() if variant in able}
+            times = dict.fromkeys(times, FAILED * min(able.values())) | able
             examples[problem] = Example(problem=problem, device=card, times_us=times, rivals_us={})
     return [examples[problem] for problem in [*list(known) * WEIGHT, *drawn] if problem in examples]
 
@@ -381,21 +382,19 @@ def derive(
 ) -> None:
     """Write the portfolio, and say how far from the best the problems' choices are."""
     examples, screened = examples_of(DATA), examples_of(SCREENED)
-    tree = portfolio_vote.grow(predicted(examples, screened, portfolio_predictions.drawn_problems()))
-    text = portfolio_text.text_of(examples, tree)
+    estimates = portfolio_network.train(predicted(examples, screened, portfolio_predictions.drawn_problems()))
+    text = portfolio_text.text_of(examples, estimates)
     if check:
         if TARGET.read_text(encoding="utf-8") != text:
             sys.exit(f"{TARGET} is not what the data give; run python benchmarks/portfolios.py derive")
         return
     TARGET.write_text(text, encoding="utf-8")
-    leaves = list(portfolio_tree.leaves(tree))
-    regrets = [regret for example in examples if (regret := portfolio_tree.regret(example, tree)) is not None]
+    regrets = [regret for example in examples if (regret := portfolio_network.regret(example, estimates)) is not None]
     mean = math.exp(statistics.fmean(map(math.log, regrets)))
     within = sum(regret <= NEAR for regret in regrets)
     print(
-        f"{len(leaves)} lists of {len({variant for variants in leaves for variant in variants})} variants; "
-        f"{len(examples)} problems, {len(regrets)} by a measured variant: {mean:.3f} of the best time, at most "
-        f"{max(regrets):.3f}; {within} within {NEAR - 1:.0%}"
+        f"{len(estimates.variants)} variants; {len(examples)} problems, {len(regrets)} by a measured variant: "
+        f"{mean:.3f} of the best time, at most {max(regrets):.3f}; {within} within {NEAR - 1:.0%}"
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
-from portfolio_tree import Example
+from portfolio_examples import Example
 
 from autoattn.cache import store
 from autoattn.codegen import portfolio, resources, search_space

@@ -1,23 +1,23 @@
 """Portfolios: which variants, of all templates of an operation, suit which problems; a call without an entry runs one.
 
-A portfolio is a data file beside the search spaces, derived from measurements (docs/decisions/portfolios.md): a tree
-of questions, of which a problem is asked one at each level, down to some trees that vote. Where it says nothing of a
-problem, or nothing that can run, the seeds of the templates are left.
+A portfolio is a data file beside the search spaces, derived from measurements (docs/decisions/portfolios.md): some
+variants, and a network that estimates what each costs on a problem. Where it says nothing of a problem, or nothing that
+can run, the seeds of the templates are left.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
-from itertools import dropwhile
-from typing import TypeAlias
+from functools import lru_cache, partial
+from itertools import chain, islice
 
 import msgspec
 
 from autoattn.codegen import resources, search_space, space_file
-from autoattn.codegen.feasibility import DerivedFacts, FactValues
+from autoattn.codegen.cost_network import CostNetwork
+from autoattn.codegen.feasibility import DerivedFacts
 from autoattn.codegen.space_facts import FACTS, facts_of
 from autoattn.codegen.space_rules import Rule
 from autoattn.core import garbage_collection, size_class
@@ -28,7 +28,8 @@ from autoattn.core.problem import DType, Layout, Numerics, Op, Problem
 from autoattn.core.variant import Value, Variant
 from autoattn.errors import SpaceError
 
-VERSION = 3
+VERSION = 4
+STARTERS = 12  # variants of a problem that a search tries first, and that others may stand in for
 _TILE = "BLOCK_M", "BLOCK_N"
 _SHARED = "SPLITS", "PACK_GQA"  # parameters of programs that share keys, and of heads that share a tile
 
@@ -38,14 +39,9 @@ class _VariantText(msgspec.Struct, forbid_unknown_fields=True):
     params: dict[str, int | str]
 
 
-class _QuestionText(msgspec.Struct, forbid_unknown_fields=True, rename={"condition": "if", "otherwise": "else"}):
-    condition: str  # "rows < 8"
-    then: _QuestionText | str | list[_QuestionText | str]
-    otherwise: _QuestionText | str | list[_QuestionText | str]
-
-
-# A question, names of variants with a space between them, best first, or trees that vote
-_TreeText: TypeAlias = _QuestionText | str | list[_QuestionText | str]
+class _NetworkText(msgspec.Struct, forbid_unknown_fields=True):
+    inputs: dict[str, tuple[float, float]]  # facts, and the range of each
+    layers: list[list[list[float]]]
 
 
 class _PortfolioFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -53,82 +49,41 @@ class _PortfolioFile(msgspec.Struct, forbid_unknown_fields=True):
     version: int
     operation: Op
     let: dict[str, str]
-    variants: dict[str, _VariantText]
-    tree: _TreeText
+    left_out: str  # a rule
+    variants: dict[str, _VariantText]  # in the order of the network's outputs
+    network: _NetworkText
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """Whether a fact of a problem, a device or `let` is below a number."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Estimates:
+    """What variants are expected to cost."""
 
-    fact: str
-    below: float
-    then: Tree
-    otherwise: Tree
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vote:
-    """Trees that differ in what they ask, and that each put some variants first."""
-
-    trees: tuple[Tree, ...]
-
-
-Tree: TypeAlias = "Question | Vote | tuple[Variant, ...]"  # variants best first, of whatever template
+    let: Mapping[str, Rule]
+    left_out: Rule  # whether a problem is left to the seeds
+    variants: tuple[Variant, ...]
+    network: CostNetwork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Portfolio:
-    """The questions of an operation, and the variants that their answers lead to."""
+    """The variants of an operation; none where there is no file."""
 
-    let: Mapping[str, Rule]
-    tree: Tree
+    estimates: Estimates | None
 
-    def suiting(
-        self, problem: Problem, device: Device, can_run: Callable[[Variant], bool] | None = None
-    ) -> tuple[Variant, ...]:
-        """The variants that the answers of a problem lead to, best first, from one on that can run its sizes.
+    def ranked(self, problem: Problem, device: Device) -> tuple[Variant, ...]:
+        """All variants, whether they can run or not, those that are expected to be the fastest first.
 
-        Facts that no measured problem had, as what changes scores, do not count: `first_of` sees to these.
-
-        Args:
-            can_run: whether a variant can run the problem's sizes, where that is known.
+        Facts that no measured problem had, as what changes scores, do not count: `first_of` sees to these. Nothing
+        where the seeds are to run.
         """
-        if problem.cache is not None or self.tree == ():  # what was measured are keys in tensors of their own
+        if problem.cache is not None or self.estimates is None:  # what was measured are keys in tensors of their own
             return ()
-        if can_run is None:
-            can_run = partial(_is_able, problem=_plain_twin(problem), device=device)
-        return leaf_of(self.tree, DerivedFacts(facts_of(problem, device), self.let), can_run)
-
-
-def leaf_of(tree: Tree, facts: FactValues, can_run: Callable[[Variant], bool]) -> tuple[Variant, ...]:
-    """The variants that the answers of these facts lead to, from one on that can run."""
-    return _elected(_lists(tree, facts), cache(can_run))
-
-
-def _lists(tree: Tree, facts: FactValues) -> Iterator[tuple[Variant, ...]]:
-    """The list that the answers lead to, or those of trees that vote."""
-    while isinstance(tree, Question):
-        tree = tree.then if float(facts[tree.fact]) < tree.below else tree.otherwise
-    if isinstance(tree, Vote):
-        for each in tree.trees:
-            yield from _lists(each, facts)
-    else:
-        yield tree
-
-
-def _elected(lists: Iterable[Sequence[Variant]], can_run: Callable[[Variant], bool]) -> tuple[Variant, ...]:
-    """The variants of all lists, of which those come first that most lists put first.
-
-    A list counts from the first variant on that can run, and a place in it half of the place before. The last of a list
-    counts nothing: it is there to run at all.
-    """
-    votes: dict[Variant, float] = {}
-    for variants in lists:
-        for place, variant in enumerate(dropwhile(lambda each: not can_run(each), variants)):
-            is_last = len(variants) > 1 and variant == variants[-1]
-            votes[variant] = votes.get(variant, 0.0) + (0.0 if is_last else 0.5**place)
-    return tuple(sorted(votes, key=lambda variant: -votes[variant]))
+        facts = DerivedFacts(facts_of(problem, device), self.estimates.let)
+        if self.estimates.left_out(facts):
+            return ()
+        network, variants = self.estimates.network, self.estimates.variants
+        costs = network.costs([float(facts[name]) for name in network.inputs])
+        return tuple(variants[place] for place in costs.argsort(kind="stable").tolist())
 
 
 @lru_cache(maxsize=8)
@@ -140,7 +95,7 @@ def load(op: Op) -> Portfolio:
     """
     path = resources.portfolio_path(op)
     if not path.exists():
-        return Portfolio(let={}, tree=())
+        return Portfolio(estimates=None)
     with garbage_collection.paused():
         try:
             file = msgspec.json.decode(path.read_bytes(), type=_PortfolioFile)
@@ -152,58 +107,38 @@ def load(op: Op) -> Portfolio:
                 f"{file.version}; use a matching autoattn"
             )
         try:
-            return _checked(file)
+            return Portfolio(estimates=_checked(file))
         except SpaceError as error:
             raise SpaceError(f"in {path}, {error}") from None
 
 
-def _checked(file: _PortfolioFile) -> Portfolio:
+def _checked(file: _PortfolioFile) -> Estimates:
     known = set(FACTS)
     let: dict[str, Rule] = {}
     for name, text in file.let.items():
         let[name] = space_file.rule_of(text, known)
         known.add(name)
-    named = {name: Variant.of(text.template, text.params) for name, text in file.variants.items()}
-    for variant in named.values():
+    variants = tuple(Variant.of(text.template, text.params) for text in file.variants.values())
+    for variant in variants:
         search_space.load(variant.template).check(variant.as_dict())
-    return Portfolio(let=let, tree=_tree(file.tree, known, named))
-
-
-def _tree(text: _TreeText, known: Collection[str], named: Mapping[str, Variant]) -> Tree:
-    if isinstance(text, str):
-        names = text.split()
-        for name in names:
-            if name not in named:
-                raise SpaceError(f"a tree names variants of the file, got {name!r}; see docs/search-spaces.md")
-        return tuple(named[name] for name in names)
-    if isinstance(text, list):
-        return Vote(trees=tuple(_tree(each, known, named) for each in text))
-    fact, below = _condition(text.condition)
-    space_file.check_names([fact], known, text.condition)
-    return Question(
-        fact=fact, below=below, then=_tree(text.then, known, named), otherwise=_tree(text.otherwise, known, named)
-    )
-
-
-def _condition(text: str) -> tuple[str, float]:
-    try:
-        fact, sign, number = text.split()
-        below = float(number)
-    except ValueError:
-        sign = ""
-    if sign != "<":
-        raise SpaceError(f"a condition of a tree must be such as 'rows < 8', got {text!r}; see docs/search-spaces.md")
-    return fact, below
+    space_file.check_names(file.network.inputs, known, "inputs of the network")
+    network = CostNetwork.of(file.network.inputs, file.network.layers)
+    if network.outputs != len(variants):
+        raise SpaceError(
+            f"the last layer must have a column for each of {len(variants)} variants, got {network.outputs}; see "
+            "docs/search-spaces.md"
+        )
+    return Estimates(let=let, left_out=space_file.rule_of(file.left_out, known), variants=variants, network=network)
 
 
 def variants_for(problem: Problem, device: Device) -> list[Variant]:
-    """The variants of a problem that can run, best first."""
-    return list(_able(problem, device, load(problem.op).suiting(problem, device)))
+    """The variants of a problem that are expected to be the fastest of those that can run, best first."""
+    return list(islice(_able(problem, device, load(problem.op).ranked(problem, device)), STARTERS))
 
 
-def _able(problem: Problem, device: Device, suiting: Sequence[Variant]) -> Iterator[Variant]:
-    """What can run of a list, in its order; judged as far as it is taken."""
-    return filter(partial(_is_able, problem=problem, device=device), suiting)
+def _able(problem: Problem, device: Device, variants: Sequence[Variant]) -> Iterator[Variant]:
+    """What can run of some variants, in their order; judged as far as it is taken."""
+    return filter(partial(_is_able, problem=problem, device=device), variants)
 
 
 def _is_able(variant: Variant, problem: Problem, device: Device) -> bool:
@@ -218,7 +153,7 @@ def is_feasible(variant: Variant, problem: Problem, device: Device) -> bool:
 
 def was_measured_for(problem: Problem, device: Device) -> bool:
     """Whether what the portfolio holds for a problem rests on measurements of such problems."""
-    return has_measured_facts(problem) and bool(load(problem.op).suiting(problem, device))
+    return has_measured_facts(problem) and bool(variants_for(problem, device))
 
 
 def has_measured_facts(problem: Problem) -> bool:
@@ -233,34 +168,37 @@ def is_plain(problem: Problem) -> bool:
 
 
 def first_of(
-    problem: Problem, device: Device, suiting: Sequence[Variant], able: Iterator[Variant], seeds: Iterable[Variant]
+    problem: Problem, device: Device, ranked: Sequence[Variant], able: Iterator[Variant], seeds: Iterable[Variant]
 ) -> Variant | None:
-    """What a call runs of a list: its first variant that can run, or what stands in for a first one that cannot.
+    """What a call runs of the portfolio: the first variant that can run, or what stands in for one that cannot.
 
-    What stands behind the first is for problems alike of other sizes, so that it runs where such problems were
-    measured. It says nothing of facts that no measured problem had, as what changes scores, or online numerics, and the
-    last of a list is there to run at all. So there each variant of the list, in turn, has a stand-in: a starter of its
-    template and tile that shares keys and heads as it does, and has the fewest other parameters. Where there is none,
-    one of the nearest tile runs. What packs heads into a tile, for few rows, has none where the first of the list does
-    not.
+    Where problems of the same facts were measured, that is all. The ranking says nothing of facts that no measured
+    problem had, as what changes scores, or online numerics. So there each variant that could run without those facts,
+    in turn, has a stand-in: a starter of its template and tile that shares keys and heads as it does, and has the
+    fewest other parameters. Where there is none, one of the nearest tile runs. What packs heads into a tile, for few
+    rows, has none where the first of them does not.
 
     Args:
-        suiting: the list that the portfolio has for the problem, of which the first could run without those facts.
+        ranked: all that the portfolio has for the problem, best first.
         able: what can run of it, in its order; taken no further than needed.
-        seeds: of the templates, those that can run; not asked for where the first of the list can.
+        seeds: of the templates, those that can run; not asked for where the first variant can.
     """
     first = next(able, None)
-    if not suiting or first == suiting[0] or is_plain(problem):
+    if not ranked or is_plain(problem):
         return first
-    starters = [starter for starter in (first, *able, *seeds) if starter not in (None, suiting[-1])]
-    packed = _packs_heads(suiting[0], problem)
-    for wanted in suiting[:-1]:
+    suiting = islice(_able(_plain_twin(problem), device, ranked), STARTERS)
+    best = next(suiting, None)
+    if best is None or best == first:
+        return first
+    starters = [starter for starter in (first, *islice(able, STARTERS), *seeds) if starter is not None]
+    packed = _packs_heads(best, problem)
+    for wanted in chain([best], suiting):
         if _packs_heads(wanted, problem) and not packed:
             continue
         alike = [starter for starter in starters if _are_alike(wanted, starter)]
         if alike:
             return min(alike, key=lambda starter: _others(wanted, starter))
-    return min(starters, key=lambda starter: _distance(suiting[0], starter), default=first)
+    return min(starters, key=lambda starter: _distance(best, starter), default=first)
 
 
 def _plain_twin(problem: Problem) -> Problem:
@@ -344,8 +282,8 @@ def _of_class(problem: Problem, device: Device) -> Variant | None:
 
 def _first(problem: Problem, device: Device) -> Variant | None:
     """The choice for the sizes of a problem alone; None where no template has a variant."""
-    suiting, seeds = load(problem.op).suiting(problem, device), _seeds(problem, device)
-    first = first_of(problem, device, suiting, _able(problem, device, suiting), seeds)
+    ranked = load(problem.op).ranked(problem, device)
+    first = first_of(problem, device, ranked, _able(problem, device, ranked), _seeds(problem, device))
     return first or next(_seeds(problem, device), None)
 
 

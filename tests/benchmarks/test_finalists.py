@@ -10,7 +10,7 @@ import pytest
 import samples
 from finalists import Finalists
 from kernels import problem as problem_of
-from portfolio_tree import Example
+from portfolio_examples import Example
 
 from autoattn.codegen import search_space
 from autoattn.core.problem import DType, Precision, Problem

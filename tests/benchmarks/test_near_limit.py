@@ -9,7 +9,7 @@ import near_limit
 import pytest
 import samples
 from near_limit import Pair
-from portfolio_tree import Example
+from portfolio_examples import Example
 
 from autoattn.codegen import search_space
 from autoattn.core.problem import Problem

@@ -1,4 +1,4 @@
-"""Portfolios: what is measured, and the tree that is derived from it."""
+"""Portfolios: what is measured, and the network that is trained on it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from pathlib import Path
 import drawn_calls
 import numpy as np
 import portfolio_model
+import portfolio_network
 import portfolio_predictions
 import portfolio_text
-import portfolio_tree
-import portfolio_vote
 import portfolios
 import pytest
 import samples
 import variant_pool
-from portfolio_tree import Example
+from portfolio_examples import Example
 from typer.testing import CliRunner
 
 from autoattn.cache import store
 from autoattn.codegen import portfolio, render, resources, search_space
-from autoattn.codegen.portfolio import Question, Tree, Vote
+from autoattn.codegen.portfolio import Estimates
 from autoattn.core import kernel_kind
 from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Op, Precision, Problem
@@ -57,12 +56,6 @@ def example(problem: Problem, times_us: dict[Variant, float]) -> Example:
     return Example(problem=problem, device=H200, times_us=times_us, rivals_us={})
 
 
-def first_of(tree: Tree, count: int = 1) -> tuple[Variant, ...]:
-    """The first variants of a tree that asks nothing."""
-    assert isinstance(tree, tuple)
-    return tree[:count]
-
-
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 256, 384, 512, 640, 768, 1024, 1536, 2048)
 SHORT, LONG = feasible(*map(problem_of, LENGTHS))[:2]
 
@@ -86,110 +79,103 @@ def samples_of(examples: list[Example]) -> Iterator[portfolio_model.Sample]:
             )
 
 
-def test_the_tree_asks_what_tells_the_problems_apart(examples: list[Example]) -> None:
-    tree = portfolio_vote.grow(examples)
-    assert {variants[0] for variants in portfolio_tree.leaves(tree)} == {SHORT, LONG}
-    assert [portfolio_tree.regret(each, tree) for each in examples] == [1.0] * len(examples)
-    assert portfolio_tree.choice(example(problem_of(9), {}), tree) == SHORT
-    assert portfolio_tree.choice(example(problem_of(4096), {}), tree) == LONG
+@pytest.fixture(scope="module")
+def estimates(examples: list[Example]) -> Estimates:
+    return trained(examples)
+
+
+def trained(examples: list[Example], epochs: int = 500) -> Estimates:
+    """A network of examples that are few, so that each is seen often."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(portfolio_network, "EPOCHS", epochs)
+        return portfolio_network.train(examples)
+
+
+def choice(problem: Problem, estimates: Estimates) -> Variant | None:
+    return portfolio_network.choice(example(problem, {}), estimates)
+
+
+def test_the_network_tells_problems_apart(examples: list[Example], estimates: Estimates) -> None:
+    assert [portfolio_network.regret(each, estimates) for each in examples] == [1.0] * len(examples)
+    assert choice(problem_of(9), estimates) == SHORT
+    assert choice(problem_of(4096), estimates) == LONG
+    assert portfolio_network.regret(example(problem_of(1), {LONG: 1.0}), estimates) is None, "SHORT was not measured"
+
+
+def test_costs_are_logarithms_of_time_over_the_best(estimates: Estimates, examples: list[Example]) -> None:
+    for each in examples:
+        facts = portfolio_network.facts_of_inputs(each.problem, H200)
+        costs = dict(zip(estimates.variants, estimates.network.costs(facts), strict=True))
+        expected = [math.log(each.times_us[variant] / 10.0) for variant in (SHORT, LONG)]
+        assert [costs[variant] for variant in (SHORT, LONG)] == pytest.approx(expected, abs=0.1)
 
 
 def test_the_same_data_give_the_same_bytes_whatever_their_order(examples: list[Example]) -> None:
     shuffled = list(examples)
     random.Random(1).shuffle(shuffled)
-    texts = [portfolio_text.text_of(each, portfolio_vote.grow(each)) for each in (examples, shuffled)]
+    texts = [portfolio_text.text_of(each, trained(each, 20)) for each in (examples, shuffled)]
     assert texts[0] == texts[1]
 
 
+def test_the_same_weights_come_of_sums_in_another_order(
+    examples: list[Example], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another BLAS library, or another processor, adds them up."""
+    matrices = [np.random.default_rng(place).normal(size=(300, 300)) for place in range(2)]
+    order = np.random.default_rng(2).permutation(300)
+
+    def reordered(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        return left[:, ::-1] @ right[::-1]
+
+    assert (matrices[0] @ matrices[1] != matrices[0][:, order] @ matrices[1][order]).any()
+    product = portfolio_network.exact_product(*matrices)
+    np.testing.assert_array_equal(product, portfolio_network.exact_product(matrices[0][:, order], matrices[1][order]))
+    np.testing.assert_allclose(product, matrices[0] @ matrices[1], atol=1e-3)
+    here = trained(examples, 20)
+    exact = portfolio_network.exact_product
+    monkeypatch.setattr(
+        portfolio_network, "exact_product", lambda left, right: exact(left[:, ::-1], np.ascontiguousarray(right[::-1]))
+    )
+    for layer, same in zip(here.network.layers, trained(examples, 20).network.layers, strict=True):
+        np.testing.assert_array_equal(layer, same)
+
+
 def test_what_is_derived_is_what_calls_run(
-    examples: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    examples: list[Example], estimates: Estimates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "forward.portfolio.json"
-    tree = portfolio_vote.grow(examples)
-    path.write_text(portfolio_text.text_of(examples, tree), encoding="utf-8")
+    path.write_text(portfolio_text.text_of(examples, estimates), encoding="utf-8")
     monkeypatch.setattr(resources, "portfolio_path", lambda op: path)
     portfolio.load.cache_clear()
     try:
-        for each in examples:
-            assert portfolio.default(each.problem, H200) == portfolio_tree.choice(each, tree)
+        assert [portfolio.default(each.problem, H200) for each in examples] == [SHORT] * 8 + [LONG] * 8
+        written = portfolio.load(Op.FORWARD).estimates
     finally:
         portfolio.load.cache_clear()
-
-
-def test_trees_that_vote_ask_otherwise_than_each_other(examples: list[Example]) -> None:
-    vote = portfolio_vote.grow(examples)
-    assert isinstance(vote, Vote)
-    assert len(vote.trees) == portfolio_vote.TREES
-    assert len({tree.fact for tree in vote.trees if isinstance(tree, Question)}) > 1
-
-
-def test_processes_grow_the_same_trees(examples: list[Example], monkeypatch: pytest.MonkeyPatch) -> None:
-    here = portfolio_vote.grow(examples)
-    monkeypatch.setattr(portfolio_vote, "FEW", 0)
-    assert portfolio_vote.grow(examples) == here
-
-
-def test_one_variant_that_is_best_everywhere_needs_no_question() -> None:
-    each = [example(problem_of(rows), {SHORT: 10.0, LONG: 11.0}) for rows in LENGTHS]
-    assert first_of(portfolio_vote.grow(each)) == (SHORT,)
+    assert written is not None
+    assert written.variants == estimates.variants
+    assert written.network.inputs == estimates.network.inputs
+    pairs = zip(written.network.layers, estimates.network.layers, strict=True)
+    for layer, same in [(written.network.ranges, estimates.network.ranges), *pairs]:
+        np.testing.assert_array_equal(layer, same)
 
 
 def test_a_variant_that_was_not_measured_is_not_believed_to_be_good() -> None:
-    """Without that, the one that was tried on a single problem would win."""
+    """The one that was tried on a single problem, and was a little faster there, does not win elsewhere."""
     each = [example(problem_of(rows), {SHORT: 10.0}) for rows in LENGTHS]
-    each[0] = example(problem_of(1), {SHORT: 10.0, LONG: 9.9})
-    assert first_of(portfolio_vote.grow(each)) == (SHORT,)
+    each[0] = example(problem_of(1), {SHORT: 10.0, LONG: 30.0})
+    assert choice(problem_of(2048), trained(each)) == SHORT
 
 
-@pytest.mark.parametrize("plain_us", [20.0, 11.0], ids=["which is slow", "which is nearly as fast everywhere"])
-def test_where_the_first_cannot_run_the_next_is_for_what_is_left(plain_us: float) -> None:
+def test_what_cannot_run_gives_way_to_the_next_best() -> None:
     gluon = search_space.load("gluon/forward")
     odd, even = problem_of(1024, head_dim=60), problem_of(1024, head_dim=64)
     fast = next(seed for seed in gluon.seeds_for(even, H200) if gluon.why_infeasible(seed, odd, H200) is not None)
-    plain = feasible(odd, even)[0]
-    each = [example(even, {fast: 10.0, plain: plain_us}), example(odd, {plain: plain_us})]
-    assert first_of(portfolio_vote.grow(each), 2) == (fast, plain)
-
-
-def test_a_list_has_what_problems_near_it_run_that_its_own_examples_never_need() -> None:
-    """No question tells head dims 60 and 64 apart, and none of 60 was drawn with as many rows."""
-    gluon = search_space.load("gluon/forward")
-    many, odd = problem_of(1024), problem_of(1024, head_dim=60)
-    fast = next(seed for seed in gluon.seeds_for(many, H200) if gluon.why_infeasible(seed, odd, H200) is not None)
-    each = [example(problem_of(1024), {fast: 10.0, SHORT: 20.0, LONG: 30.0})] * 6
-    each += [example(problem_of(rows), {fast: 30.0, SHORT: 10.0, LONG: 10.5}) for rows in range(1, 7)]
-    each += [example(problem_of(rows, head_dim=60), {SHORT: 12.0, LONG: 10.0}) for rows in range(1, 7)]
-    tree = portfolio_vote.grow(each)
-    assert portfolio_tree.choice(example(many, {}), tree) == fast
-    assert portfolio_tree.choice(example(odd, {}), tree) == LONG
-
-
-def test_numbers_are_asked_first_though_sizes_tell_more_apart(examples: list[Example]) -> None:
-    exact = [
-        example(replace(each.problem, dtype=DType.FLOAT32), {SHORT: 10.0, LONG: 10.0 if each is examples[0] else 10.5})
-        for each in examples
-    ]
-    tree = portfolio_vote.grow([*examples, *exact])
-    assert isinstance(tree, Question)
-    assert (tree.fact, tree.below) == ("ieee", 1.0)
-    assert isinstance(tree.then, Vote), "of what is left, all have 16 bits"
-    assert first_of(tree.otherwise) == (SHORT,)
-
-
-def test_one_call_at_half_the_speed_costs_more_than_many_at_nine_tenths() -> None:
-    each = [example(problem_of(rows), {SHORT: 10.0, LONG: 11.1}) for rows in LENGTHS[:7]]
-    each.append(example(problem_of(LENGTHS[7]), {SHORT: 20.0, LONG: 10.0}))
-    assert first_of(portfolio_vote.grow(each)) == (LONG,)
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [((1.0, 60.0), 2.0), ((1.0, 4.0), 2.0), ((72.0, 80.0), 80.0), ((0.0, 1.0), 0.5), ((3.0, 4.0), 4.0)],
-)
-def test_thresholds_are_round_and_between(values: tuple[float, float], expected: float) -> None:
-    (threshold,) = portfolio_tree.thresholds(values)
-    assert threshold == expected
-    assert values[0] < threshold <= values[1]
+    plain, slow = feasible(odd, even)[:2]
+    each = [example(even, {fast: 10.0, plain: 15.0, slow: 20.0}), example(odd, {plain: 15.0, slow: 25.0})]
+    estimates = trained(each)
+    assert choice(even, estimates) == fast
+    assert choice(odd, estimates) == plain
 
 
 def test_the_pool_is_feasible_and_begins_with_seeds_of_the_problem() -> None:
@@ -229,9 +215,10 @@ def test_what_rules_allow_and_no_measurement_has_is_taken_to_fail() -> None:
     drawn = portfolios.predicted(measured, screened, [problem_of(700)])
     alike = [each for each in drawn if portfolios.numbers_of(each.problem) == portfolios.numbers_of(problem_of(1))]
     assert alike
-    assert all(SHORT not in each.times_us for each in alike)
+    assert all(each.times_us[SHORT] == portfolios.FAILED * each.best_us for each in alike)
     chosen = [replace(each, met_cover=False) for each in measured]  # few met; SHORT may not have been among them
-    assert any(SHORT in each.times_us for each in portfolios.predicted(chosen, screened, [problem_of(700)]))
+    predicted = portfolios.predicted(chosen, screened, [problem_of(700)])
+    assert any(each.times_us[SHORT] != portfolios.FAILED * each.best_us for each in predicted)
 
 
 def test_predictions_have_double_precision_though_the_factor_has_single(examples: list[Example]) -> None:
@@ -362,36 +349,6 @@ def test_few_rows_have_tiles_of_all_heads_that_share_keys_and_of_half_of_them() 
 def test_the_shipped_portfolio_is_what_the_committed_measurements_give() -> None:
     result = CliRunner().invoke(portfolios.app, ["derive", "--check"])
     assert result.exit_code == 0, result.output
-
-
-def test_a_list_has_a_variant_for_problems_of_too_few_tiles_for_programs_that_take_turns() -> None:
-    space = search_space.load("gluon/forward")
-    seed = space.default(problem_of(1), H200).as_dict()
-    in_turn, single, slow = (
-        space.variant({**seed, "schedule": schedule, "BLOCK_N": keys})
-        for schedule, keys in (("dynamic", 128), ("one_tile", 128), ("one_tile", 64))
-    )
-    examples = [example(problem_of(batch), {in_turn: 1.0, single: 1.001, slow: 2.0}) for batch in range(1, 9)]
-    tree = portfolio_vote.grow(examples)
-    assert tree == (in_turn, single)
-
-
-def test_a_file_reads_back_as_the_tree_that_it_was_written_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    split = Question(fact="rows", below=0.013, then=(SHORT, LONG), otherwise=())
-    vote = Vote(trees=(split, (SHORT,), (LONG, SHORT)))
-    tree = Question(fact="keys_per_row", below=4096.0, then=vote, otherwise=(LONG,))
-    path = tmp_path / "forward.portfolio.json"
-    path.write_text(portfolio_text.text_of([example(problem_of(1), {SHORT: 1.0})], tree), encoding="utf-8")
-    monkeypatch.setattr(resources, "portfolio_path", lambda op: path)
-    portfolio.load.cache_clear()
-    try:
-        whole = portfolio.load(Op.FORWARD).tree
-    finally:
-        portfolio.load.cache_clear()
-    measured = Question(fact="prompt_of_pairs", below=1.0, then=tree, otherwise=())
-    assert whole == Question(fact="wgmma", below=1.0, then=(), otherwise=measured)
 
 
 @pytest.mark.exhaustive

@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import samples
 import strategies
 from hypothesis import example, given
 
-from autoattn.codegen import portfolio, resources, search_space
+from autoattn.codegen import cost_network, portfolio, resources, search_space
 from autoattn.codegen.feasibility import DerivedFacts
 from autoattn.codegen.space_facts import facts_of
 from autoattn.core import device_profiles
@@ -36,42 +37,39 @@ def seed(template: str, place: int) -> Variant:
     return search_space.load(template).seeds_for(PREFILL, H200)[place]
 
 
-def name_of(variant: Variant) -> str:
-    """Its name in a file."""
-    return f"variant_{variant.digest}"
+GLUON, OTHER = seed("gluon/forward", 0), seed("triton/forward", 2)
+TRITON = search_space.load("triton/forward").seeds_for(DECODE, H200)[0]
+WIDEST = 4096  # rows of the documents' networks
 
 
-def question(condition: str, then: Any, otherwise: Any) -> dict[str, Any]:
-    """A question of a file; answers are questions, trees that vote, or variants."""
-    answers = [answer if isinstance(answer, dict | list) else listed(*answer) for answer in (then, otherwise)]
-    return {"if": condition, "then": answers[0], "else": answers[1]}
-
-
-def listed(*variants: Variant) -> str:
-    """A list of a file."""
-    return " ".join(map(name_of, variants))
-
-
-def document(tree: Any, more: Sequence[Variant] = (), **others: Any) -> str:
-    """A portfolio of this tree."""
-    named = {
-        name_of(variant): {"template": variant.template, "params": variant.as_dict()}
-        for variant in (*more, GLUON, OTHER, TRITON)
-    }
+def document(few: Sequence[Variant], many: Sequence[Variant], **others: Any) -> str:
+    """A portfolio that ranks its variants as `few` for one row, and as `many` for WIDEST ones; others come last."""
+    variants = list(dict.fromkeys([*few, *many, GLUON, OTHER, TRITON]))
+    places = [[each.index(variant) if variant in each else 99 for variant in variants] for each in (few, many)]
+    low, high = cost_network.logarithms(np.array([[1.0], [WIDEST]]), np.array([[1.0, WIDEST]]))[:, 0]
+    slopes = [(last - first) / (high - low) for first, last in zip(*places, strict=True)]
+    begins = [first - slope * low for first, slope in zip(places[0], slopes, strict=True)]
     whole = {
         "about": [],
         "version": portfolio.VERSION,
         "operation": "forward",
         "let": {"rows": "queries / batch"},
-        "variants": named,
-        "tree": tree,
+        "left_out": "sm_count < 1",
+        "variants": {
+            f"variant_{variant.digest}": {"template": variant.template, "params": variant.as_dict()}
+            for variant in variants
+        },
+        "network": {"inputs": {"rows": [1, WIDEST]}, "layers": [[slopes, begins]]},
     }
     return json.dumps({**whole, **others})
 
 
-GLUON, OTHER = seed("gluon/forward", 0), seed("triton/forward", 2)
-TRITON = search_space.load("triton/forward").seeds_for(DECODE, H200)[0]
-TWO = document(question("rows < 16", (TRITON, GLUON), (GLUON, OTHER)))
+def changed(**others: Any) -> str:
+    """A portfolio whose network has other parts than it should."""
+    return document((), (), network={**json.loads(TWO)["network"], **others})
+
+
+TWO = document((TRITON, GLUON), (GLUON, OTHER))
 
 
 @pytest.fixture
@@ -88,50 +86,55 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     portfolio.load.cache_clear()
 
 
-def test_answers_lead_to_variants_of_all_templates_in_their_order(write: Write) -> None:
+def test_variants_of_all_templates_come_in_the_order_of_what_they_are_expected_to_cost(write: Write) -> None:
     write(TWO)
+    assert portfolio.load(Op.FORWARD).ranked(DECODE, H200)[:2] == (TRITON, GLUON)
     assert portfolio.variants_for(DECODE, H200)[0] == TRITON
     assert portfolio.variants_for(PREFILL, H200) == [GLUON, OTHER]
     assert portfolio.default(DECODE, H200) == TRITON
     assert portfolio.default(PREFILL, H200) == GLUON
 
 
-def test_what_most_trees_put_first_comes_first(write: Write) -> None:
-    few = question("rows < 16", (TRITON, OTHER), (GLUON, OTHER, TRITON))
-    write(document(question("rows < 9999", [few, listed(OTHER, GLUON), few, listed(OTHER, TRITON)], (GLUON,))))
-    assert portfolio.default(PREFILL, H200) == OTHER, "two trees each put GLUON and OTHER first, two OTHER behind it"
-    write(document([few, listed(OTHER, GLUON), few]))
-    assert portfolio.variants_for(PREFILL, H200) == [GLUON, OTHER]
-    assert portfolio.default(DECODE, H200) == TRITON
+def test_what_lies_beyond_the_range_of_an_input_counts_as_its_end(write: Write) -> None:
+    write(document((GLUON, OTHER), (OTHER, GLUON), network={**json.loads(TWO)["network"], "inputs": {"rows": [1, 2]}}))
+    ranked = portfolio.load(Op.FORWARD).ranked
+    assert ranked(samples.problem(seq_q=2), H200) == ranked(samples.problem(seq_q=WIDEST), H200)
+    write(document((GLUON, OTHER), (OTHER, GLUON)))
+    ranked = portfolio.load(Op.FORWARD).ranked
+    assert ranked(samples.problem(seq_q=2), H200) != ranked(samples.problem(seq_q=WIDEST), H200)
 
 
-def test_what_cannot_run_has_no_vote(write: Write) -> None:
-    """TRITON has programs that share keys, for few queries alone."""
-    assert not portfolio.is_feasible(TRITON, PREFILL, H200)
-    write(document([listed(TRITON, GLUON, OTHER), listed(TRITON, GLUON, OTHER), listed(OTHER, GLUON), listed(GLUON)]))
-    assert portfolio.load(Op.FORWARD).suiting(PREFILL, H200) == (GLUON, OTHER)
+def test_a_hidden_layer_adds_up_what_is_above_zero(write: Write) -> None:
+    rows = {"rows": [1, WIDEST]}
+    network = {"inputs": rows, "layers": [[[1.0, -1.0], [-6.0, 6.0]], [[1, 0, 0], [0, 1, 0], [0.0, 1.0, 9.0]]]}
+    write(document((GLUON, OTHER, TRITON), (), network=network))
+    # log2 of rows is 6 at 64; GLUON costs what is above, OTHER 1 more than what is below, TRITON 9
+    costs = portfolio.load(Op.FORWARD).estimates.network.costs  # type: ignore[union-attr]
+    np.testing.assert_allclose(costs([64.0]), [0.0, 1.0, 9.0], atol=0.001)
+    np.testing.assert_allclose(costs([256.0]), [2.0, 1.0, 9.0], atol=0.001)
+    np.testing.assert_allclose(costs([16.0]), [0.0, 3.0, 9.0], atol=0.001)
 
 
-def test_a_place_in_a_list_counts_half_of_the_place_before_it(write: Write) -> None:
-    first, second, third = (seed("triton/forward", place) for place in range(3))
-    lists = [listed(first, second, third, GLUON), listed(third, second, GLUON), listed(GLUON, second, third)]
-    write(document(lists, [first, second, third]))
-    votes = {first: 1.0, second: 1.5, third: 1.25, GLUON: 1.0}
-    assert portfolio.variants_for(PREFILL, H200) == sorted(votes, key=lambda variant: -votes[variant])
+def test_what_is_left_out_runs_the_seeds(write: Write) -> None:
+    write(document((), (OTHER,), left_out="sm_count < 100 or rows >= 4096"))
+    assert portfolio.default(PREFILL, H200) == OTHER
+    assert portfolio.variants_for(PREFILL, A30) == []
+    assert portfolio.variants_for(LONG, H200) == []
+    assert portfolio.default(LONG, H200) == search_space.load("gluon/forward").default(LONG, H200)
 
 
-def test_the_last_of_a_list_has_no_vote_unless_it_is_alone_there(write: Write) -> None:
-    plain = seed("triton/forward", 1)
-    write(document([listed(GLUON, OTHER), listed(plain, OTHER), listed(plain, OTHER)], [plain]))
-    assert portfolio.load(Op.FORWARD).suiting(PREFILL, H200) == (plain, GLUON, OTHER)
-    write(document([listed(GLUON, OTHER), listed(OTHER), listed(OTHER)]))
-    assert portfolio.load(Op.FORWARD).suiting(PREFILL, H200) == (OTHER, GLUON)
-    write(document([listed(TRITON, OTHER), listed(TRITON, OTHER), listed(GLUON, OTHER)]))
-    assert portfolio.load(Op.FORWARD).suiting(PREFILL, H200) == (GLUON, OTHER), "no more where the others cannot run"
+def test_a_search_begins_with_the_first_few_that_can_run(write: Write) -> None:
+    spaces = (search_space.load(f"{family}/forward") for family in ("gluon", "triton"))
+    seeds = [seed for space in spaces for seed in space.seeds_for(LONG, H200)]
+    assert len(seeds) > portfolio.STARTERS
+    write(document((), [TRITON, *seeds]))
+    assert not portfolio.is_feasible(TRITON, LONG, H200), "programs that share keys are for few queries"
+    assert portfolio.variants_for(LONG, H200) == seeds[: portfolio.STARTERS]
 
 
 def test_a_default_is_what_the_class_of_sizes_runs_before_what_the_sizes_ask_for(write: Write, tmp_path: Path) -> None:
-    write(document(question("seq_kv < 4400", (GLUON,), (OTHER,))))
+    keys = {"inputs": {"seq_kv": [1, 9999]}, "layers": [[[1, 0, 0], [-12.05, 0, 9]]]}  # 12.05 is 4,300 keys
+    write(document((GLUON, OTHER, TRITON), (), network=keys))
     between = samples.problem(seq_kv=4500)  # of the class from 4,097 keys on
     assert portfolio.default(between, H200) == cache_lookup.explain(between, H200, tmp_path).variant == GLUON
     assert portfolio.starters_for(between, H200)[:2] == [GLUON, OTHER]
@@ -158,7 +161,7 @@ def listed_for_long(write: Write) -> tuple[Variant, Variant]:
     """A list for LONG, whose first variant keeps the first maximum, and whose second is plain Triton's."""
     seeds = search_space.load("gluon/forward").seeds_for(LONG, H200)
     first = next(variant for variant in seeds if variant.as_dict()["softmax"] == "first_max")
-    write(document(question("rows < 16", (), (first, OTHER)), [first]))
+    write(document((), (first, OTHER)))
     return first, OTHER
 
 
@@ -166,7 +169,7 @@ def test_where_scores_change_the_same_tile_stands_in_for_a_first_variant_that_ca
     first, second = listed_for_long(write)
     assert portfolio.default(LONG, H200) == first
     changed = replace(LONG, modifiers=Modifiers(alibi=True))  # without a mask, no first maximum may be kept
-    assert portfolio.variants_for(changed, H200) == [second]
+    assert portfolio.variants_for(changed, H200)[0] == second
     stand_in = portfolio.default(changed, H200)
     assert stand_in.template == first.template
     assert [stand_in.as_dict()[name] for name in TILE] == [first.as_dict()[name] for name in TILE]
@@ -188,7 +191,7 @@ def test_what_the_same_sizes_could_not_run_either_has_no_stand_in(write: Write) 
     seeds = search_space.load("gluon/forward").seeds_for(LONG, H200)
     first = next(variant for variant in seeds if variant.as_dict()["softmax"] == "first_max")
     pieces = Variant.of("gluon/forward", {**first.as_dict(), "BLOCK_M": 64, "BLOCK_N": 32, "HEAD_SPLIT": 1})
-    write(document(question("rows < 16", (), (pieces, first, OTHER)), [pieces, first]))
+    write(document((), (pieces, first, OTHER)))
     assert portfolio.default(LONG, H200) == first
     for facts in ({"modifiers": Modifiers(alibi=True)}, {"numerics": Numerics.ONLINE}):
         stand_in = portfolio.default(replace(LONG, **facts), H200)
@@ -200,26 +203,12 @@ def test_a_packed_call_runs_the_tile_that_sequences_apart_would_run(write: Write
     seeds = search_space.load("gluon/forward").seeds_for(apart, H200)
     pieces = next(variant for variant in seeds if variant.as_dict().get("HEAD_SPLIT"))
     small = search_space.load("gluon/forward").seeds_for(apart, H200)[-1]
-    write(document(question("rows < 16", (), (pieces, small, OTHER)), [pieces, small]))
+    write(document((), (pieces, small, OTHER)))
     packed = replace(apart, layout=Layout.PACKED, tokens_q=8192, tokens_kv=8192)
     assert portfolio.default(apart, H200) == pieces
     assert portfolio.variants_for(packed, H200)[0] == small, "no packed values lie in two pieces"
     stand_in = portfolio.default(packed, H200)
     assert [stand_in.as_dict()[name] for name in TILE] == [pieces.as_dict()[name] for name in TILE]
-
-
-def test_the_last_of_a_list_stands_in_for_none(write: Write) -> None:
-    seeds = search_space.load("gluon/forward").seeds_for(LONG, H200)
-    kept = next(variant for variant in seeds if variant.as_dict()["softmax"] == "first_max")
-    tile = {"BLOCK_M": 64, "BLOCK_N": 64, "CTAS": 2, "queries_in": "shared", "query_stages": 1}
-    alone = {"schedule": "one_tile", "output_buffer": "shared", "ping_pong": "none"}
-    first = Variant.of("gluon/forward", {**kept.as_dict(), **tile, **alone})
-    changed = replace(LONG, modifiers=Modifiers(alibi=True))
-    last = search_space.load("gluon/forward").seeds_for(changed, H200)[-1]  # of 64 by 32, the nearest tile
-    write(document(question("rows < 16", (), (first, last)), [first, last]))
-    assert portfolio.variants_for(changed, H200) == [last]
-    assert portfolio.default(changed, H200) != last
-    assert portfolio.default(LONG, H200) == first
 
 
 def test_the_next_variant_runs_problems_of_measured_facts_and_where_programs_share_keys(write: Write) -> None:
@@ -228,7 +217,7 @@ def test_the_next_variant_runs_problems_of_measured_facts_and_where_programs_sha
         for variant in search_space.load("triton/forward").seeds_for(DECODE, H200)
         if "SPLITS" in variant.as_dict() and "PACK_GQA" in variant.as_dict()
     )
-    write(document(question("rows < 16", (shared, TRITON), ()), [shared]))
+    write(document((shared, TRITON), ()))
     packed = samples.problem(seq_q=1, layout=Layout.PACKED, tokens_q=4, tokens_kv=8192)
     able = portfolio.variants_for(packed, H200)
     assert portfolio.default(packed, H200) == (able or search_space.load("gluon/forward").seeds_for(packed, H200))[0]
@@ -238,8 +227,8 @@ def test_the_next_variant_runs_problems_of_measured_facts_and_where_programs_sha
 
 def test_a_portfolio_that_is_read_again_is_asked_again(write: Write) -> None:
     for variant in [GLUON, OTHER] * 20:
-        write(document(question("rows < 16", (), (variant,))))
-        assert portfolio.variants_for(PREFILL, H200) == [variant]
+        write(document((), (variant,)))
+        assert portfolio.variants_for(PREFILL, H200)[0] == variant
 
 
 def test_without_a_file_the_first_templates_seed_is_the_default(write: Write) -> None:
@@ -252,21 +241,24 @@ def test_without_a_file_the_first_templates_seed_is_the_default(write: Write) ->
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (document("", version=1), f"of version {portfolio.VERSION}, got forward of version 1"),
-        (document("", operation="backward"), "a portfolio of forward"),
-        (document(question("row < 16", (), ())), "got row; did you mean rows"),
-        (document(question("rows > 16", (), ())), "must be such as 'rows < 8', got 'rows > 16'"),
-        (document(question("rows < many", (), ())), "must be such as 'rows < 8', got 'rows < many'"),
-        (document(3), "must be a portfolio, but Expected `object | str | array`"),
-        (document("fast"), "variants of the file, got 'fast'"),
-        (document(["", "fast"]), "variants of the file, got 'fast'"),
-        (document([["fast"]]), r"must be a portfolio, but Expected `str \| object`, got `array` - at `\$.tree\[0\]`"),
-        (document("", rules=[]), "unknown field `rules`"),
+        (document((), (), version=1), f"of version {portfolio.VERSION}, got forward of version 1"),
+        (document((), (), operation="backward"), "a portfolio of forward"),
+        (document((), (), let={"rows": "quereis / batch"}), "got quereis; did you mean queries"),
+        (document((), (), left_out="row > 16"), "got row; did you mean rows"),
+        (changed(inputs={"row": [1, 2]}), "'inputs of the network' must speak of what is known to it, got row"),
+        (changed(inputs={"rows": [1]}), r"Expected `array` of length 2 - at `\$.network.inputs\[...\]`"),
+        (changed(layers=[]), "layers of a network must be matrices, one at least"),
+        (changed(layers=[[1, 2]]), r"Expected `array`, got `int` - at `\$.network.layers\[0\]\[0\]`"),
+        (changed(layers=[[[1, 2, 3], [4, 5]]]), "rows of a layer must be of one length"),
+        (changed(layers=[[[1, 2, 3]]]), r"a row for each input and one more, \[2\] here, got \[1\]"),
+        (changed(layers=[[[1], [2]], [[1, 2, 3]]]), r"a row for each input and one more, \[2, 2\] here, got \[2, 1\]"),
+        (changed(layers=[[[1, 2], [3, 4]]]), "a column for each of 3 variants, got 2"),
+        (document((), (), tree=[]), "unknown field `tree`"),
         (
-            document("", variants={"odd": {"template": "triton/forward", "params": {"BLOCK_M": 3}}}),
+            document((), (), variants={"odd": {"template": "triton/forward", "params": {"BLOCK_M": 3}}}),
             "a variant of triton/forward sets",
         ),
-        ("tree: []", "must be a portfolio, but JSON is malformed"),
+        ("network: []", "must be a portfolio, but JSON is malformed"),
     ],
 )
 def test_a_file_that_is_no_portfolio_is_refused_in_a_sentence(write: Write, text: str, words: str) -> None:
@@ -275,21 +267,15 @@ def test_a_file_that_is_no_portfolio_is_refused_in_a_sentence(write: Write, text
         portfolio.load(Op.FORWARD)
 
 
-def test_questions_know_the_card(write: Write) -> None:
+def test_inputs_know_the_card(write: Write) -> None:
     first = seed("triton/forward", 0)
-    write(document(question("sm_count < 100", (OTHER,), (first,)), [first]))
-    assert portfolio.default(PREFILL, H200) == first
-    assert portfolio.default(PREFILL, A30) == OTHER
-
-
-def test_a_problem_is_asked_what_its_answers_lead_to_and_no_more(write: Write) -> None:
-    """A tree of many leaves costs a call some ten questions: arithmetic of the others is not worked out."""
-    undefined = question("nothing < 1", (), ())
-    whole = question("rows < 16", question("group_size < 100", (TRITON,), undefined), undefined)
-    write(document(whole, let={"rows": "queries / batch", "nothing": "1 / (batch - batch)"}))
-    assert portfolio.variants_for(DECODE, H200)[0] == TRITON
-    with pytest.raises(SpaceError, match="division by zero"):
-        portfolio.variants_for(PREFILL, H200)
+    write(
+        document(
+            (first, OTHER), (), network={"inputs": {"sm_count": [1, 200]}, "layers": [[[-1, 0, 0, 0], [7, 0.5, 9, 9]]]}
+        )
+    )
+    assert portfolio.default(PREFILL, H200) == first, "7 - log2(132) is less than 0.5"
+    assert portfolio.default(PREFILL, A30) == OTHER, "and 7 - log2(56) is more"
 
 
 MOSTLY_EMPTY = samples.problem(
@@ -299,10 +285,13 @@ MOSTLY_EMPTY = samples.problem(
 
 @given(strategies.problems(tiny=False))
 @example(MOSTLY_EMPTY)
-def test_every_question_of_the_shipped_portfolio_has_an_answer_on_every_problem(problem: Problem) -> None:
-    let = portfolio.load(Op.FORWARD).let
-    facts = DerivedFacts(facts_of(problem, H200), let)
-    assert all(math.isfinite(float(facts[name])) for name in let)
+def test_the_shipped_portfolio_expects_a_cost_of_every_variant_on_every_problem(problem: Problem) -> None:
+    estimates = portfolio.load(Op.FORWARD).estimates
+    assert estimates is not None
+    facts = DerivedFacts(facts_of(problem, H200), estimates.let)
+    costs = estimates.network.costs([float(facts[name]) for name in estimates.network.inputs])
+    assert costs.shape == (len(estimates.variants),)
+    assert np.isfinite(costs).all()
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5])

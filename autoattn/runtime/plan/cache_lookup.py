@@ -172,10 +172,11 @@ class _Lookup:
         self.bucket = tuned_entries.bucket(problem, extents)
 
     @cached_property
-    def suiting(self) -> tuple[Variant, ...]:
-        """The portfolio's variants, from one on that can run these sizes; near entries ask for them too."""
-        can_run = self._can_run if portfolio.is_plain(self.problem) else None
-        return portfolio.load(self.problem.op).suiting(self.problem, self.tuned.device, can_run)
+    def portfolio_choice(self) -> Variant | None:
+        """What the portfolio has a call run; near entries ask for it too."""
+        ranked = portfolio.load(self.problem.op).ranked(self.problem, self.tuned.device)
+        able = filter(self._can_run, ranked)
+        return portfolio.first_of(self.problem, self.tuned.device, ranked, able, self._seeds())
 
     def run(self) -> Explanation:
         """The answer of the first rule that has one; the last has one always."""
@@ -249,7 +250,7 @@ class _Lookup:
             fills = partial(tuned_entries.fills_multiprocessors, device=self.tuned.device)
             full = fills(self.octaves)
             return lambda neighbour, octaves: octaves <= NEAR_CACHE or (full and fills(neighbour.octaves))
-        if portfolio.has_measured_facts(self.problem) and bool(self.suiting):
+        if portfolio.has_measured_facts(self.problem) and self.portfolio_choice is not None:
             return lambda neighbour, _: tuned_entries.distance(neighbour.work, self.work) <= NEAR
         if self._default_walks_measured_heads():
             group = self.octaves[3]
@@ -272,7 +273,7 @@ class _Lookup:
 
     def default_variant(self) -> Explanation:
         """The portfolio's first variant that can run, else the default of the first template that has one."""
-        variant = self._of_portfolio()
+        variant = self.portfolio_choice
         if variant is not None:
             reason = partial(lookup_sentences.default_reason, variant.template)
             return self._answer(KERNEL, Level.DEFAULT, reason, variant=variant)
@@ -363,12 +364,7 @@ class _Lookup:
 
     def _first_seed(self) -> Variant | None:
         """A kernel for calls that ask for more than a rival gives."""
-        return self._of_portfolio() or next(self._seeds(), None)
-
-    def _of_portfolio(self) -> Variant | None:
-        """What the portfolio has a call run."""
-        able = filter(self._can_run, self.suiting)
-        return portfolio.first_of(self.problem, self.tuned.device, self.suiting, able, self._seeds())
+        return self.portfolio_choice or next(self._seeds(), None)
 
     def _can_run(self, variant: Variant) -> bool:
         """Whether a variant of the portfolio can run the problem."""

@@ -400,8 +400,9 @@ def portfolio_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[V
         "version": portfolio.VERSION,
         "operation": "forward",
         "let": {"rows": "queries / batch"},
+        "left_out": "rows < 1",
         "variants": {name: {"template": each.template, "params": each.as_dict()} for name, each in named.items()},
-        "tree": {"if": "rows < 16", "then": "few", "else": "many"},
+        "network": {"inputs": {"rows": [1, 9999]}, "layers": [[[1, -1], [-4, 4]]]},  # log2(rows) - 4 and its negative
     }
     path = tmp_path / "forward.portfolio.json"
     path.write_text(json.dumps(document), encoding="utf-8")
