@@ -24,8 +24,9 @@ CANDIDATES = 5  # runners-up that an entry keeps
 # says: the model is off by as much for a single variant (docs/model.md), and good tiles travel.
 ELSEWHERE = 0.9
 # By how many of the model's errors a prediction must be better than a default that a portfolio of measured times chose.
-# Of many variants, the best prediction errs by more than most do (benchmarks/taken_predictions.py).
-ERRORS_OF_MEASURED = 2.0
+# Of many variants, the best prediction errs by more than most do (benchmarks/taken_predictions.py), and in float32 by
+# more than in 16 bits: both that drawn calls took by two errors were slower (docs/decisions/predicted-entries.md).
+ERRORS_OF_MEASURED, ERRORS_OF_MEASURED_FLOAT32 = 2.0, 3.0
 REHEARSED = "rehearsed in an interpreter"
 
 Rehearse = Callable[[Sequence[Variant]], Sequence[Verdict | Failure]]
@@ -97,7 +98,8 @@ def rank(
         return f"none of {len(rejected)} variants passed an interpreter; {count} ended with {reason}"
     eligible.sort(key=lambda trial: (_believed_us(trial, elsewhere), trial.digest))
     kept = (passed | unknown).get(default)  # a call without an entry runs it, whether or not it could be rehearsed
-    errors = ERRORS_OF_MEASURED if default_is_measured else 1.0
+    of_measured = ERRORS_OF_MEASURED_FLOAT32 if dtype is DType.FLOAT32 else ERRORS_OF_MEASURED
+    errors = of_measured if default_is_measured else 1.0
     if kept is not None and not _beats(eligible[0], kept, errors, arch, dtype):
         eligible = [kept, *(trial for trial in eligible if trial is not kept)]
     return Ranking(trials=tuple(eligible), checks=checks, rejected=rejected)

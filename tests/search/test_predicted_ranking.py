@@ -60,11 +60,11 @@ def test_a_verdict_of_a_card_of_the_architecture_counts_and_is_not_rehearsed_aga
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.FLOAT32])
 @pytest.mark.parametrize(("arch", "is_measured"), [(80, False), (90, False), (120, False), (90, True)])
-def test_the_default_stays_within_the_models_error_and_a_portfolios_choice_within_twice_as_much(
+def test_the_default_stays_within_the_models_error_and_a_portfolios_choice_within_two_or_three_times_as_much(
     arch: int, is_measured: bool, dtype: DType
 ) -> None:
     facts: dict[str, Any] = {"arch": arch, "dtype": dtype, "default_is_measured": is_measured}
-    errors = 2.0 if is_measured else 1.0
+    errors = (3.0 if dtype is DType.FLOAT32 else 2.0) if is_measured else 1.0
     own, other = (errors * accuracy.error_of(template, arch, dtype) for template in ("gluon/forward", "triton/forward"))
     default, verified = trial(GLUON[0], 100.0), {GLUON[0].digest: "a card", GLUON[1].digest: "a card"}
     for variant, error in ((GLUON[1], own), (TRITON[0], (own**2 + other**2) ** 0.5)):
