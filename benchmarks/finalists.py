@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import portfolio_examples
 import portfolios
 from portfolio_examples import Example
 
@@ -129,7 +130,7 @@ def _read_by_the_model(report: StaticReport) -> dict[str, Any]:
 
 def main() -> None:
     """Compiles them, and says how far it is."""
-    examples = drawn(portfolios.examples_of(portfolios.DATA))
+    examples = drawn(portfolio_examples.examples_of(portfolios.DATA))
     problems: list[Finalists] = []
     with Pool(size=cores()) as pool:
         for number, example in enumerate(examples, start=1):

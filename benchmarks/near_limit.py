@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import portfolio_examples
 import portfolio_network
 import portfolio_predictions
 import portfolios
@@ -121,14 +122,14 @@ def table(pairs: Sequence[Pair], distance: Callable[[Pair], float]) -> list[str]
 
 def without_problem(folds: int, drawn: int) -> dict[Problem, Variant | None]:
     """What portfolios hold for the measured problems that know nothing of them, and know others of their kinds."""
-    measured, screened = (portfolios.examples_of(folder) for folder in (portfolios.DATA, portfolios.SCREENED))
+    measured, screened = (portfolio_examples.examples_of(folder) for folder in (portfolios.DATA, portfolios.SCREENED))
     problems = portfolio_predictions.drawn_problems()[::drawn]
     chosen: dict[Problem, Variant | None] = {}
     for fold in range(folds):
         known = [example for place, example in enumerate(measured) if place % folds != fold]
-        estimates = portfolio_network.train(portfolios.predicted(known, screened, problems))
+        derived = portfolio_network.train(portfolios.predicted(known, screened, problems))
         for example in measured[fold::folds]:
-            chosen[example.problem] = portfolio_network.choice(example, estimates)
+            chosen[example.problem] = portfolio_network.choice(example, derived)
     return chosen
 
 
@@ -138,8 +139,8 @@ def main() -> None:
     parser.add_argument("--drawn", type=int, default=3, help="one in so many of the predicted problems")
     options = parser.parse_args()
     chosen = without_problem(options.folds, options.drawn)
-    examples = portfolios.examples_of(portfolios.DATA)
-    cover = variant_pool.cover(portfolios.examples_of(portfolios.SCREENED))
+    examples = portfolio_examples.examples_of(portfolios.DATA)
+    cover = variant_pool.cover(portfolio_examples.examples_of(portfolios.SCREENED))
     known = [
         own
         for example in examples

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
+import msgspec
+
+from autoattn.core import device_profiles
 from autoattn.core.device import Device
 from autoattn.core.problem import Problem
 from autoattn.core.variant import Variant
+
+CHOSEN = "chosen"  # in the names of files whose problems met few variants, chosen for each; others met a whole cover
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,3 +32,29 @@ class Example:
     def best_us(self) -> float:
         """The shortest time of a variant."""
         return min(self.times_us.values())
+
+
+def read(path: Path) -> list[Example]:
+    """The problems of a file, with what was measured on each."""
+    card, kind, _ = path.name.split("_")
+    device = device_profiles.named(card)
+    examples = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        document = json.loads(text)
+        times = {Variant.of(template, params): time_us for template, params, time_us in document["times_us"]}
+        problem = msgspec.convert(document["problem"], Problem)
+        examples.append(
+            Example(
+                problem=problem,
+                device=device,
+                times_us=times,
+                rivals_us=document["rivals_us"],
+                met_cover=kind != CHOSEN,
+            )
+        )
+    return examples
+
+
+def examples_of(folder: Path) -> list[Example]:
+    """The problems of all files of a folder."""
+    return [example for path in sorted(folder.glob("*.jsonl")) for example in read(path)]

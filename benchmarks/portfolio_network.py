@@ -18,7 +18,7 @@ from portfolio_examples import Example
 from autoattn.codegen import cost_network, portfolio
 from autoattn.codegen.cost_network import Array, CostNetwork
 from autoattn.codegen.feasibility import DerivedFacts
-from autoattn.codegen.portfolio import Estimates, Portfolio
+from autoattn.codegen.portfolio import Portfolio
 from autoattn.codegen.space_facts import facts_of
 from autoattn.codegen.space_rules import Rule
 from autoattn.core.device import Device
@@ -87,7 +87,7 @@ BITS = 21  # of a factor: a product has 42, and a sum of 2048 of them the 53 of 
 DIGITS = 5  # of a weight in the file
 
 
-def train(examples: Sequence[Example]) -> Estimates:
+def train(examples: Sequence[Example]) -> Portfolio:
     """A network of all variants that have times."""
     ordered = sorted(examples, key=lambda example: (example.problem.key, example.device.name))
     facts = np.array([facts_of_inputs(example.problem, example.device) for example in ordered])
@@ -96,18 +96,18 @@ def train(examples: Sequence[Example]) -> Estimates:
     costs, counts = _costs(ordered, variants)
     layers = _trained(cost_network.logarithms(facts, ranges), costs, counts)
     network = CostNetwork(inputs=INPUTS, ranges=ranges, layers=layers)
-    return Estimates(let=RULES, left_out=Rule(LEFT_OUT), variants=tuple(variants), network=network)
+    return Portfolio(let=RULES, left_out=Rule(LEFT_OUT), variants=tuple(variants), network=network)
 
 
-def choice(example: Example, estimates: Estimates) -> Variant | None:
+def choice(example: Example, derived: Portfolio) -> Variant | None:
     """The variant that a call of an example's problem runs; None where seeds are left."""
-    ranked = Portfolio(estimates=estimates).ranked(example.problem, example.device)
+    ranked = derived.ranked(example.problem, example.device)
     return next((each for each in ranked if portfolio.is_feasible(each, example.problem, example.device)), None)
 
 
-def regret(example: Example, estimates: Estimates) -> float | None:
+def regret(example: Example, derived: Portfolio) -> float | None:
     """The time of what a call runs over the best time; None where that was not measured."""
-    variant = choice(example, estimates)
+    variant = choice(example, derived)
     time_us = example.times_us.get(variant) if variant is not None else None
     return None if time_us is None else time_us / example.best_us
 
@@ -154,12 +154,12 @@ def _trained(inputs: Array, costs: Array, counts: Array) -> tuple[Array, ...]:
     chance = np.random.PCG64(0)
     training = _Training(_begun([len(mean), *HIDDEN, costs.shape[1]], chance))
     batch = min(BATCH, len(inputs))
-    steps = EPOCHS * (len(inputs) // batch)
+    batches = len(inputs) // batch
     for epoch in range(EPOCHS):
         order = np.argsort(chance.random_raw(len(inputs)), kind="stable")
-        for number in range(len(inputs) // batch):
+        for number in range(batches):
             rows = order[number * batch : (number + 1) * batch]
-            done = (epoch * (len(inputs) // batch) + number + 1) / steps
+            done = (epoch * batches + number + 1) / (EPOCHS * batches)
             training.step(scaled[rows], costs[rows], counts[rows], RATE * min(done / 0.1, (1.0 - done) / 0.9))
     first, *others = training.layers
     first = np.vstack([first[:-1] / deviation[:, None], first[-1:] - (mean / deviation) @ first[:-1]])

@@ -10,12 +10,12 @@ from portfolio_examples import Example
 
 from autoattn.codegen import portfolio
 from autoattn.codegen.cost_network import CostNetwork
-from autoattn.codegen.portfolio import Estimates
+from autoattn.codegen.portfolio import Portfolio
 from autoattn.core.problem import Op
 from autoattn.core.variant import Variant
 
 
-def text_of(examples: Sequence[Example], estimates: Estimates) -> str:
+def text_of(examples: Sequence[Example], derived: Portfolio) -> str:
     """The file of a portfolio that these measured examples gave."""
     sources = ", ".join(sorted({example.device.full_name for example in examples}))
     about = [
@@ -24,19 +24,19 @@ def text_of(examples: Sequence[Example], estimates: Estimates) -> str:
         f"{len(examples)} problems measured on {sources} and a model of their times.",
         "Not to be edited; docs/decisions/portfolios.md says how it is made.",
     ]
-    names = _names(estimates.variants)
+    names = _names(derived.variants)
     variants = (
         f'"{name}": {json.dumps({"template": variant.template, "params": variant.as_dict()})}'
-        for name, variant in zip(names, estimates.variants, strict=True)
+        for name, variant in zip(names, derived.variants, strict=True)
     )
     parts = [
         _lines('"about": ', "[]", map(json.dumps, about)),
         f'"version": {portfolio.VERSION}',
         f'"operation": "{Op.FORWARD.value}"',
-        _lines('"let": ', "{}", (f'"{name}": {json.dumps(rule.text)}' for name, rule in estimates.let.items())),
-        f'"left_out": {json.dumps(estimates.left_out.text)}',
+        _lines('"let": ', "{}", (f'"{name}": {json.dumps(rule.text)}' for name, rule in derived.let.items())),
+        f'"left_out": {json.dumps(derived.left_out.text)}',
         _lines('"variants": ', "{}", variants),
-        f'"network": {_network_text(estimates.network)}',
+        f'"network": {_network_text(derived.network)}',
     ]
     return _lines("", "{}", parts, indent="") + "\n"
 

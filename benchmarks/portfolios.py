@@ -47,6 +47,7 @@ import doubtful_calls
 import drawn_calls
 import measured_calls
 import msgspec
+import portfolio_examples
 import portfolio_model
 import portfolio_network
 import portfolio_predictions
@@ -55,7 +56,7 @@ import portfolio_text
 import typer
 import variant_pool
 from measured_calls import Staged, Subject
-from portfolio_examples import Example
+from portfolio_examples import CHOSEN, Example, examples_of
 from portfolio_model import TimeModel
 
 from autoattn.codegen import portfolio, resources, search_space
@@ -71,7 +72,6 @@ DATA = ROOT / "benchmarks" / "data" / "portfolios"
 TARGET = resources.portfolio_path(Op.FORWARD)
 SCREENED = DATA / "screened"
 FINALISTS = 16  # variants of a problem that meet in rounds, at most
-CHOSEN = "chosen"  # in the names of files whose problems met few variants, chosen for each; others met a whole cover
 CANDIDATES = 12  # of a long call of `choose`
 SHORT_CANDIDATES = 16  # of a short one, whose times the model knows less well
 BEHIND = 1.1  # times the last of these: what a variant counts as that is not among them
@@ -209,7 +209,7 @@ def _write(
 
 def _unknown(path: Path, problems: Sequence[Problem]) -> list[Problem]:
     """The problems that a file does not have."""
-    known = {example.problem for example in read(path)} if path.exists() else set()
+    known = {example.problem for example in portfolio_examples.read(path)} if path.exists() else set()
     return [problem for problem in problems if problem not in known]
 
 
@@ -223,32 +223,6 @@ def _append(path: Path, results: Iterable[tuple[Problem, dict[str, Any] | str]])
             file.write(json.dumps(result) + "\n")
         best = min(time_us for *_, time_us in result["times_us"])
         print(f"{problem}: {best} us of {len(result['times_us'])}, {result['rivals_us']}", flush=True)
-
-
-def read(path: Path) -> list[Example]:
-    """The problems of a file, with what was measured on each."""
-    card, kind, _ = path.name.split("_")
-    device = device_profiles.named(card)
-    examples = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        document = json.loads(text)
-        times = {Variant.of(template, params): time_us for template, params, time_us in document["times_us"]}
-        problem = msgspec.convert(document["problem"], Problem)
-        examples.append(
-            Example(
-                problem=problem,
-                device=device,
-                times_us=times,
-                rivals_us=document["rivals_us"],
-                met_cover=kind != CHOSEN,
-            )
-        )
-    return examples
-
-
-def examples_of(folder: Path) -> list[Example]:
-    """The problems of all files of a folder."""
-    return [example for path in sorted(folder.glob("*.jsonl")) for example in read(path)]
 
 
 def predicted(measured: Sequence[Example], screened: Sequence[Example], drawn: Sequence[Problem]) -> list[Example]:
@@ -382,18 +356,18 @@ def derive(
 ) -> None:
     """Write the portfolio, and say how far from the best the problems' choices are."""
     examples, screened = examples_of(DATA), examples_of(SCREENED)
-    estimates = portfolio_network.train(predicted(examples, screened, portfolio_predictions.drawn_problems()))
-    text = portfolio_text.text_of(examples, estimates)
+    derived = portfolio_network.train(predicted(examples, screened, portfolio_predictions.drawn_problems()))
+    text = portfolio_text.text_of(examples, derived)
     if check:
         if TARGET.read_text(encoding="utf-8") != text:
             sys.exit(f"{TARGET} is not what the data give; run python benchmarks/portfolios.py derive")
         return
     TARGET.write_text(text, encoding="utf-8")
-    regrets = [regret for example in examples if (regret := portfolio_network.regret(example, estimates)) is not None]
+    regrets = [regret for example in examples if (regret := portfolio_network.regret(example, derived)) is not None]
     mean = math.exp(statistics.fmean(map(math.log, regrets)))
     within = sum(regret <= NEAR for regret in regrets)
     print(
-        f"{len(estimates.variants)} variants; {len(examples)} problems, {len(regrets)} by a measured variant: "
+        f"{len(derived.variants)} variants; {len(examples)} problems, {len(regrets)} by a measured variant: "
         f"{mean:.3f} of the best time, at most {max(regrets):.3f}; {within} within {NEAR - 1:.0%}"
     )
 

@@ -4,7 +4,8 @@ Needs no GPU, and takes half an hour. The problems are those of finalists.py, wi
 measured. The default of each is the choice of a portfolio that does not know it (near_limit.py). What `tune --device`
 would take is the best prediction that beats the default's by a margin, if there is one. Each row of a table is a
 margin, in errors that the model is known to make: how much slower than the best variant the calls are then, and how
-often what was taken is slower than the default. What is asked for is `predicted_ranking.ERRORS_OF_MEASURED`.
+often what was taken is slower than the default. What is asked for is `ERRORS_OF_MEASURED` of
+`predicted_ranking`, more in float32.
 """
 
 from __future__ import annotations

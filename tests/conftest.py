@@ -139,7 +139,7 @@ def empty_portfolio(op: Op) -> Portfolio:
     """What `portfolio.load` gives where there is no file."""
     from autoattn.codegen import portfolio
 
-    return portfolio.Portfolio(estimates=None)
+    return portfolio.EMPTY
 
 
 @pytest.fixture(scope="session")

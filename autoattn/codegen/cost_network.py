@@ -72,10 +72,11 @@ class CostNetwork:
             facts: in the order of `inputs`.
         """
         activations = logarithms(np.array(facts), self.ranges)
-        for layer in self.layers[:-1]:
+        *hidden, last = self.layers
+        for layer in hidden:
             activations = np.maximum(activations @ layer[:-1] + layer[-1], 0.0)
-        last: Array = activations @ self.layers[-1][:-1] + self.layers[-1][-1]
-        return last
+        costs: Array = activations @ last[:-1] + last[-1]
+        return costs
 
 
 def logarithms(facts: Array, ranges: Array) -> Array:

@@ -55,20 +55,13 @@ class _PortfolioFile(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Estimates:
-    """What variants are expected to cost."""
+class Portfolio:
+    """The variants of an operation, and what they are expected to cost."""
 
     let: Mapping[str, Rule]
     left_out: Rule  # whether a problem is left to the seeds
     variants: tuple[Variant, ...]
     network: CostNetwork
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Portfolio:
-    """The variants of an operation; none where there is no file."""
-
-    estimates: Estimates | None
 
     def ranked(self, problem: Problem, device: Device) -> tuple[Variant, ...]:
         """All variants, whether they can run or not, those that are expected to be the fastest first.
@@ -76,14 +69,16 @@ class Portfolio:
         Facts that no measured problem had, as what changes scores, do not count: `first_of` sees to these. Nothing
         where the seeds are to run.
         """
-        if problem.cache is not None or self.estimates is None:  # what was measured are keys in tensors of their own
+        if problem.cache is not None or not self.variants:  # what was measured are keys in tensors of their own
             return ()
-        facts = DerivedFacts(facts_of(problem, device), self.estimates.let)
-        if self.estimates.left_out(facts):
+        facts = DerivedFacts(facts_of(problem, device), self.let)
+        if self.left_out(facts):
             return ()
-        network, variants = self.estimates.network, self.estimates.variants
-        costs = network.costs([float(facts[name]) for name in network.inputs])
-        return tuple(variants[place] for place in costs.argsort(kind="stable").tolist())
+        costs = self.network.costs([float(facts[name]) for name in self.network.inputs])
+        return tuple(self.variants[place] for place in costs.argsort(kind="stable").tolist())
+
+
+EMPTY = Portfolio(let={}, left_out=Rule("sm_count < 0"), variants=(), network=CostNetwork.of({}, [[[]]]))
 
 
 @lru_cache(maxsize=8)
@@ -95,7 +90,7 @@ def load(op: Op) -> Portfolio:
     """
     path = resources.portfolio_path(op)
     if not path.exists():
-        return Portfolio(estimates=None)
+        return EMPTY
     with garbage_collection.paused():
         try:
             file = msgspec.json.decode(path.read_bytes(), type=_PortfolioFile)
@@ -107,12 +102,12 @@ def load(op: Op) -> Portfolio:
                 f"{file.version}; use a matching autoattn"
             )
         try:
-            return Portfolio(estimates=_checked(file))
+            return _checked(file)
         except SpaceError as error:
             raise SpaceError(f"in {path}, {error}") from None
 
 
-def _checked(file: _PortfolioFile) -> Estimates:
+def _checked(file: _PortfolioFile) -> Portfolio:
     known = set(FACTS)
     let: dict[str, Rule] = {}
     for name, text in file.let.items():
@@ -128,12 +123,17 @@ def _checked(file: _PortfolioFile) -> Estimates:
             f"the last layer must have a column for each of {len(variants)} variants, got {network.outputs}; see "
             "docs/search-spaces.md"
         )
-    return Estimates(let=let, left_out=space_file.rule_of(file.left_out, known), variants=variants, network=network)
+    return Portfolio(let=let, left_out=space_file.rule_of(file.left_out, known), variants=variants, network=network)
 
 
 def variants_for(problem: Problem, device: Device) -> list[Variant]:
     """The variants of a problem that are expected to be the fastest of those that can run, best first."""
-    return list(islice(_able(problem, device, load(problem.op).ranked(problem, device)), STARTERS))
+    return list(islice(_ranked_able(problem, device), STARTERS))
+
+
+def _ranked_able(problem: Problem, device: Device) -> Iterator[Variant]:
+    """The portfolio's variants that can run a problem, best first; judged as far as they are taken."""
+    return _able(problem, device, load(problem.op).ranked(problem, device))
 
 
 def _able(problem: Problem, device: Device, variants: Sequence[Variant]) -> Iterator[Variant]:
@@ -153,7 +153,7 @@ def is_feasible(variant: Variant, problem: Problem, device: Device) -> bool:
 
 def was_measured_for(problem: Problem, device: Device) -> bool:
     """Whether what the portfolio holds for a problem rests on measurements of such problems."""
-    return has_measured_facts(problem) and bool(variants_for(problem, device))
+    return has_measured_facts(problem) and next(_ranked_able(problem, device), None) is not None
 
 
 def has_measured_facts(problem: Problem) -> bool:

@@ -109,7 +109,7 @@ def test_a_hidden_layer_adds_up_what_is_above_zero(write: Write) -> None:
     network = {"inputs": rows, "layers": [[[1.0, -1.0], [-6.0, 6.0]], [[1, 0, 0], [0, 1, 0], [0.0, 1.0, 9.0]]]}
     write(document((GLUON, OTHER, TRITON), (), network=network))
     # log2 of rows is 6 at 64; GLUON costs what is above, OTHER 1 more than what is below, TRITON 9
-    costs = portfolio.load(Op.FORWARD).estimates.network.costs  # type: ignore[union-attr]
+    costs = portfolio.load(Op.FORWARD).network.costs
     np.testing.assert_allclose(costs([64.0]), [0.0, 1.0, 9.0], atol=0.001)
     np.testing.assert_allclose(costs([256.0]), [2.0, 1.0, 9.0], atol=0.001)
     np.testing.assert_allclose(costs([16.0]), [0.0, 3.0, 9.0], atol=0.001)
@@ -286,11 +286,10 @@ MOSTLY_EMPTY = samples.problem(
 @given(strategies.problems(tiny=False))
 @example(MOSTLY_EMPTY)
 def test_the_shipped_portfolio_expects_a_cost_of_every_variant_on_every_problem(problem: Problem) -> None:
-    estimates = portfolio.load(Op.FORWARD).estimates
-    assert estimates is not None
-    facts = DerivedFacts(facts_of(problem, H200), estimates.let)
-    costs = estimates.network.costs([float(facts[name]) for name in estimates.network.inputs])
-    assert costs.shape == (len(estimates.variants),)
+    shipped = portfolio.load(Op.FORWARD)
+    facts = DerivedFacts(facts_of(problem, H200), shipped.let)
+    costs = shipped.network.costs([float(facts[name]) for name in shipped.network.inputs])
+    assert costs.shape == (len(shipped.variants),)
     assert np.isfinite(costs).all()
 
 
