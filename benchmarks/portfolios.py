@@ -32,6 +32,7 @@ network learns from these which variant costs what (`portfolio_network.py`). The
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import statistics
@@ -229,7 +230,8 @@ def predicted(measured: Sequence[Example], screened: Sequence[Example], drawn: S
     """Measured problems and drawn ones, with the times of the cover as a model of the measured times predicts them."""
     cover = variant_pool.cover([*screened, *measured])
     ((card, _),) = Counter(example.device for example in measured).most_common(1)
-    failing, model = _failing(measured, variant_pool.cover(screened)), _model(measured, screened)
+    failing = _failing(measured, variant_pool.cover(screened))
+    model = copy.copy(_model(measured, screened))  # as other processes get it: without the factor's gigabytes
     known = {example.problem: example.times_us for example in measured}
     problems = list(dict.fromkeys([*known, *drawn]))
     predictions = portfolio_predictions.of(model, cover, problems, card)

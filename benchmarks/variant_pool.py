@@ -43,7 +43,7 @@ GLUON_SCHEDULES: tuple[dict[str, Value], ...] = (
     {"schedule": "dynamic", "output_buffer": "own", "query_stages": 2},
     {"schedule": "dynamic", "output_buffer": "shared"},
 )
-ONE_BLOCK_TILES = ((64, 32), (64, 64), (64, 128), (128, 64), (128, 128))  # of as many keys as a call has at most
+ONE_BLOCK_TILES = ((64, 32), (64, 64), (64, 128), (128, 32), (128, 64), (128, 128))  # of as many keys as a call has at most
 TRITON_TILES = (
     (32, 32, 2), (32, 64, 4), (64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 32, 4), (128, 64, 4), (128, 64, 8),
     (128, 128, 8),
@@ -215,13 +215,12 @@ def _holds(space: search_space.SearchSpace, variant: Variant) -> bool:
 
 def _gluon_grid(problem: Problem) -> Iterator[tuple[str, Mapping[str, Value]]]:
     tiles = GLUON_TILES if not _has_few_rows(problem) else GLUON_TILES[:4]
-    narrow = problem.head_dim_v_padded <= 128  # two programs of wider heads do not fit an SM
     for (rows, keys), schedule, pack, split in itertools.product(tiles, GLUON_SCHEDULES, _packs(problem, 16), (0, 1)):
         params = {
             **GLUON_BASE,
             **schedule,
             # Two programs an SM are worth it where each is small, and more slots where keys are few.
-            **{"BLOCK_M": rows, "BLOCK_N": keys, "CTAS": 2 if rows == 64 and narrow else 1, "PACK_GQA": pack},
+            **{"BLOCK_M": rows, "BLOCK_N": keys, "CTAS": _programs_an_sm(problem, rows), "PACK_GQA": pack},
             **{"HEAD_SPLIT": split, "num_stages": 2 if keys > 64 else 3},
         }
         yield GLUON, params
@@ -232,22 +231,30 @@ def _gluon_grid(problem: Problem) -> Iterator[tuple[str, Mapping[str, Value]]]:
                 yield GLUON, params | {"HEAD_GROUP": 16 if problem.batch * problem.heads_q > 16 else 4}
 
 
+def _programs_an_sm(problem: Problem, rows: int) -> int:
+    """Two of small tiles; of wider heads two do not fit an SM."""
+    return 2 if rows == 64 and problem.head_dim_v_padded <= 128 else 1
+
+
 def _one_block_grid(problem: Problem) -> Iterator[tuple[str, Mapping[str, Value]]]:
-    """Kernels for keys of one block: one stage, and queries in registers, leave room for two programs an SM."""
+    """Kernels for keys of one block: one stage, and queries in registers, leave room for two programs an SM.
+
+    Programs that take several tiles have more stages: the next tiles' queries and keys arrive meanwhile.
+    """
     fitting = [(rows, keys) for rows, keys in ONE_BLOCK_TILES if keys // 2 < max(problem.seq_kv, 32) <= keys]
-    for (rows, keys), schedule, queries_in, softmax, pack, split in itertools.product(
-        fitting, GLUON_SCHEDULES, ("shared", "registers"), ("online", "lazy"), _packs(problem, 16), (0, 1)
+    for (rows, keys), pack, split, softmax in itertools.product(
+        fitting, _packs(problem, 16), (0, 1), ("online", "lazy")
     ):
-        yield (
-            GLUON,
-            {
-                **GLUON_BASE,
-                **schedule,
-                **{"BLOCK_M": rows, "BLOCK_N": keys, "CTAS": 2 if rows == 64 else 1, "PACK_GQA": pack},
-                **{"HEAD_SPLIT": split, "num_stages": 1, "queries_in": queries_in, "softmax": softmax},
-                "row_sum": "each",
-            },
-        )
+        params = {
+            **GLUON_BASE,
+            **{"BLOCK_M": rows, "BLOCK_N": keys, "CTAS": _programs_an_sm(problem, rows), "PACK_GQA": pack},
+            **{"HEAD_SPLIT": split, "softmax": softmax, "row_sum": "each"},
+        }
+        for schedule, queries_in in itertools.product(GLUON_SCHEDULES, ("shared", "registers")):
+            yield GLUON, params | schedule | {"num_stages": 1, "queries_in": queries_in}
+        several = {"schedule": "persistent", "output_buffer": "own", "query_stages": 2}
+        for stages, group in itertools.product((2, 4), (1, 4)):
+            yield GLUON, params | several | {"num_stages": stages, "HEAD_GROUP": group}
 
 
 def _triton_grid(problem: Problem, device: Device) -> Iterator[tuple[str, Mapping[str, Value]]]:
