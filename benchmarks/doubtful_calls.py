@@ -29,8 +29,8 @@ OF_A_KIND = 6  # chosen calls that share kernels, at most
 SAMPLES = 256  # of the times of a call's variants
 SHORT_US = 2.5  # of the roofline: with a launch, some 8 us
 FEW_KEYS = 2048  # of a short call
-MOST_BYTES = 1.5e8  # of operands, whose reference is computed in a second or two
-MOST_FLOPS = 1e12
+MOST_BYTES = 6e8  # of operands, whose reference a GPU computes in a second or two
+MOST_FLOPS = 4e12
 MOST_FLOAT32_FLOPS = 6e10
 
 

@@ -1,15 +1,19 @@
-"""Draws the problems that a portfolio's network learns from, and predicts what variants take on each, on all cores."""
+"""Predicts on all cores what variants take on drawn problems: those that a network learns from, and new ones."""
 
 from __future__ import annotations
 
 import itertools
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
+import doubtful_calls
 import drawn_calls
-import environment
+import torch
+import variant_pool
 from portfolio_model import TimeModel
 
 from autoattn.codegen import portfolio
@@ -26,6 +30,9 @@ TF32X3_OF = 4  # one problem of tf32 in so many
 # they take too long.
 LONG_OF, LONGER = 5, 8
 CHUNK = 100  # problems that a process takes at once
+CANDIDATES = 12  # of a long call for a measurement
+SHORT_CANDIDATES = 16  # of a short one, whose times the model knows less well
+T = TypeVar("T")
 
 
 def drawn_problems() -> list[Problem]:
@@ -64,6 +71,12 @@ class _Predictor:
         times = self.model.times_us(problem, [self.cover[number] for number in able], self.card)
         return list(zip(able, times.values(), strict=True))
 
+    def candidates(self, problem: Problem) -> list[Variant]:
+        """What a call runs today, then what is expected to be the fastest of a pool."""
+        count = SHORT_CANDIDATES if doubtful_calls.is_short(problem, self.card) else CANDIDATES
+        times_us = partial(self.model.times_us, problem, device=self.card)
+        return variant_pool.candidates(problem, self.card, self.cover, times_us, count)
+
 
 _predictor: _Predictor | None = None  # of a process
 
@@ -72,29 +85,35 @@ def of(
     model: TimeModel, cover: Sequence[Variant], problems: Sequence[Problem], card: Device
 ) -> list[dict[Variant, float]]:
     """The predicted times, in microseconds, of the variants that can run each problem."""
-    predictor = _Predictor(model=model, cover=cover, card=card)
+    times = _answers(_Predictor(model=model, cover=cover, card=card), _Predictor.times_us, problems)
+    return [{cover[number]: time_us for number, time_us in each} for each in times]
+
+
+def candidates(
+    model: TimeModel, cover: Sequence[Variant], problems: Sequence[Problem], card: Device
+) -> list[list[Variant]]:
+    """The variants that are worth a measurement on each problem, of which the first is what a call runs today."""
+    return _answers(_Predictor(model=model, cover=cover, card=card), _Predictor.candidates, problems)
+
+
+def _answers(predictor: _Predictor, ask: Callable[[_Predictor, Problem], T], problems: Sequence[Problem]) -> list[T]:
+    """What is asked of each problem; many problems are shared out to all cores."""
     if len(problems) <= CHUNK:
-        times = map(predictor.times_us, problems)
-        return [_named(cover, each) for each in times]
+        return [ask(predictor, problem) for problem in problems]
     # What rules say of a kind of kernel is worked out once and kept for a while: problems of a kind go together.
     order = sorted(range(len(problems)), key=lambda place: (str(kernel_kind.of(problems[place])), place))
-    # Each multiplies matrices on one core: together they have all of them busy.
-    one_thread = environment.variable("OPENBLAS_NUM_THREADS", "1")
-    with one_thread, multiprocessing.get_context("spawn").Pool(os.cpu_count(), _begin, [predictor]) as pool:
-        answers = pool.imap(_times_us, [problems[place] for place in order], CHUNK)
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count(), _begin, [predictor]) as pool:
+        answers = pool.imap(partial(_answer, ask), [problems[place] for place in order], CHUNK)
         of_place = dict(zip(order, answers, strict=True))
-    return [_named(cover, of_place[place]) for place in range(len(problems))]
-
-
-def _named(cover: Sequence[Variant], times: Sequence[tuple[int, float]]) -> dict[Variant, float]:
-    return {cover[number]: time_us for number, time_us in times}
+    return [of_place[place] for place in range(len(problems))]
 
 
 def _begin(predictor: _Predictor) -> None:
     global _predictor
     _predictor = predictor
+    torch.set_num_threads(1)  # each multiplies matrices on one core: together they have all of them busy
 
 
-def _times_us(problem: Problem) -> list[tuple[int, float]]:
+def _answer(ask: Callable[[_Predictor, Problem], T], problem: Problem) -> T:
     assert _predictor is not None
-    return _predictor.times_us(problem)
+    return ask(_predictor, problem)

@@ -29,21 +29,22 @@ def text_of(examples: Sequence[Example], derived: Portfolio) -> str:
         f'"{name}": {json.dumps({"template": variant.template, "params": variant.as_dict()})}'
         for name, variant in zip(names, derived.variants, strict=True)
     )
+    let = (f'"{name}": {json.dumps(rule.text)}' for name, rule in derived.let.items())
     parts = [
-        _lines('"about": ', "[]", map(json.dumps, about)),
+        f'"about": {_lines("[]", map(json.dumps, about))}',
         f'"version": {portfolio.VERSION}',
         f'"operation": "{Op.FORWARD.value}"',
-        _lines('"let": ', "{}", (f'"{name}": {json.dumps(rule.text)}' for name, rule in derived.let.items())),
+        f'"let": {_lines("{}", let)}',
         f'"left_out": {json.dumps(derived.left_out.text)}',
-        _lines('"variants": ', "{}", variants),
+        f'"variants": {_lines("{}", variants)}',
         f'"network": {_network_text(derived.network)}',
     ]
-    return _lines("", "{}", parts, indent="") + "\n"
+    return _lines("{}", parts, indent="") + "\n"
 
 
-def _lines(name: str, brackets: str, items: Iterable[str], indent: str = "  ") -> str:
+def _lines(brackets: str, items: Iterable[str], indent: str = "  ") -> str:
     """A list or a mapping with an item on each line."""
-    return f"{name}{brackets[0]}\n{indent}  " + f",\n{indent}  ".join(items) + f"\n{indent}{brackets[1]}"
+    return f"{brackets[0]}\n{indent}  " + f",\n{indent}  ".join(items) + f"\n{indent}{brackets[1]}"
 
 
 def _network_text(network: CostNetwork) -> str:
@@ -52,11 +53,11 @@ def _network_text(network: CostNetwork) -> str:
         f'"{name}": [{low:.12g}, {high:.12g}]' for name, (low, high) in zip(network.inputs, network.ranges, strict=True)
     )
     layers = [
-        _lines("", "[]", ("[" + ", ".join(f"{weight:.12g}" for weight in row) + "]" for row in layer), indent=" " * 6)
+        _lines("[]", ("[" + ", ".join(f"{weight:.12g}" for weight in row) + "]" for row in layer), indent=" " * 6)
         for layer in network.layers
     ]
-    parts = [_lines('"inputs": ', "{}", ranges, indent=" " * 4), _lines('"layers": ', "[]", layers, indent=" " * 4)]
-    return _lines("", "{}", parts)
+    inputs, weights = _lines("{}", ranges, indent=" " * 4), _lines("[]", layers, indent=" " * 4)
+    return _lines("{}", [f'"inputs": {inputs}', f'"layers": {weights}'])
 
 
 def _names(variants: Iterable[Variant]) -> Iterator[str]:

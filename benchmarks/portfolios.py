@@ -2,7 +2,7 @@
 
 python benchmarks/portfolios.py screen --seed 1000 --seconds 500     needs a GPU; adds to data/portfolios/screened/
 python benchmarks/portfolios.py measure --seed 1002 --seconds 300    needs a GPU; adds to data/portfolios/
-python benchmarks/portfolios.py choose --seed 1016                   writes chosen.jsonl
+python benchmarks/portfolios.py choose --seed 1016                   a GPU saves an hour; writes chosen.jsonl
 python benchmarks/portfolios.py fill chosen.jsonl --seed 1016        needs a GPU; adds to data/portfolios/
 python benchmarks/portfolios.py finals --device h200                 writes data/portfolios/h200_chosen_shipped.jsonl
 python benchmarks/portfolios.py scales                               writes data/feature_scales.json
@@ -40,7 +40,6 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,8 +72,6 @@ DATA = ROOT / "benchmarks" / "data" / "portfolios"
 TARGET = resources.portfolio_path(Op.FORWARD)
 SCREENED = DATA / "screened"
 FINALISTS = 16  # variants of a problem that meet in rounds, at most
-CANDIDATES = 12  # of a long call of `choose`
-SHORT_CANDIDATES = 16  # of a short one, whose times the model knows less well
 BEHIND = 1.1  # times the last of these: what a variant counts as that is not among them
 FAILED = 2.0  # times the best: what a variant counts as that failed on problems alike
 WEIGHT = 8  # drawn problems that a measured one counts as
@@ -127,19 +124,12 @@ def choose(
     measured, screened = examples_of(DATA), examples_of(SCREENED)
     known = {example.problem for example in measured}
     model, cover = _model(measured, screened), variant_pool.cover([*screened, *measured])
-    drawn = [
-        (problem, _candidates(problem, card, cover, model))
-        for problem in doubtful_calls.quick(seed, count) if problem not in known
-    ]  # fmt: skip
+    problems = [problem for problem in doubtful_calls.quick(seed, count) if problem not in known]
+    candidates = portfolio_predictions.candidates(model, cover, problems, card)
+    drawn = list(zip(problems, candidates, strict=True))
     calls = list(doubtful_calls.first_of_kinds(doubtful_calls.ordered(model, drawn, card)))
     out.write_text("".join(msgspec.json.encode(call.document()).decode() + "\n" for call in calls), encoding="utf-8")
     print(f"{len(calls)} of {len(drawn)} problems, which may lose {calls[0].expected_loss:.0%} of the time and less")
-
-
-def _candidates(problem: Problem, card: Device, cover: Sequence[Variant], model: TimeModel) -> list[Variant]:
-    """What the portfolio chooses, and what the model expects to be the fastest of a pool of variants."""
-    count = SHORT_CANDIDATES if doubtful_calls.is_short(problem, card) else CANDIDATES
-    return variant_pool.candidates(problem, card, cover, partial(model.times_us, problem, device=card), count)
 
 
 @app.command()

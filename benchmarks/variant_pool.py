@@ -43,7 +43,7 @@ GLUON_SCHEDULES: tuple[dict[str, Value], ...] = (
     {"schedule": "dynamic", "output_buffer": "own", "query_stages": 2},
     {"schedule": "dynamic", "output_buffer": "shared"},
 )
-ONE_BLOCK_TILES = ((64, 32), (64, 64), (64, 128), (128, 32), (128, 64), (128, 128))  # of as many keys as a call has at most
+ONE_BLOCK_TILES = ((64, 32), (64, 64), (64, 128), (128, 32), (128, 64), (128, 128))  # of a call's keys, at most
 TRITON_TILES = (
     (32, 32, 2), (32, 64, 4), (64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 32, 4), (128, 64, 4), (128, 64, 8),
     (128, 128, 8),

@@ -246,6 +246,19 @@ def test_processes_predict_what_one_does(examples: list[Example], monkeypatch: p
     assert alone[0] != alone[3] != alone[6]
 
 
+def test_candidates_begin_with_what_a_call_runs_today_and_go_on_with_what_is_expected_to_be_the_fastest(
+    examples: list[Example],
+) -> None:
+    model, problem = portfolio_model.fit(list(samples_of(examples))), problem_of(700)
+    (candidates,) = portfolio_predictions.candidates(model, [SHORT, LONG], [problem], H200)
+    assert candidates[0] == portfolio.starters_for(problem, H200)[0]
+    assert len(candidates) == portfolio_predictions.SHORT_CANDIDATES
+    others = candidates[1:]
+    assert others == sorted(others, key=lambda each: (model.times_us(problem, [each], H200)[each], str(each)))
+    every = [each for each in variant_pool.pool(problem, H200) if each not in candidates]
+    assert min(model.times_us(problem, others, H200).values()) <= min(model.times_us(problem, every, H200).values())
+
+
 def test_a_model_goes_to_other_processes_without_what_only_its_errors_need(examples: list[Example]) -> None:
     model = portfolio_model.fit(list(samples_of(examples)) * 10)
     sent = pickle.dumps(model)
@@ -300,16 +313,19 @@ def test_programs_that_take_the_next_tile_are_in_the_pool_with_heads_side_by_sid
     assert ("dynamic", 2, 16, "vote") not in ways("full")
 
 
-def test_keys_of_one_block_have_kernels_of_one_stage_and_more_keys_have_none() -> None:
-    """Tuning found them for 33 tokens, where the pool of before had none."""
+def test_keys_of_one_block_have_kernels_of_their_own_and_more_keys_have_none() -> None:
+    """Tuning found them for 17 to 66 keys, where the pools of before had none."""
 
     def ways(length: int) -> set[tuple[object, ...]]:
-        pool = variant_pool.pool(samples.problem(batch=2, heads_q=8, seq_q=length, seq_kv=length, head_dim=128), H200)
-        params = [each.as_dict() for each in pool if each.template == "gluon/forward"]
-        return {(each["BLOCK_N"], each["queries_in"], each["softmax"]) for each in params if each["num_stages"] == 1}
+        problem = samples.problem(batch=32, heads_q=32, heads_kv=32, seq_q=length, seq_kv=length, head_dim=128)
+        params = [each.as_dict() for each in variant_pool.pool(problem, H200) if each.template == "gluon/forward"]
+        names = "BLOCK_N", "num_stages", "queries_in", "softmax", "schedule", "query_stages"
+        return {tuple(each[name] for name in names) for each in params}
 
-    assert {(64, "registers", "online"), (64, "registers", "lazy"), (64, "shared", "online")} <= ways(33)
-    assert (64, "registers", "online") not in ways(300)
+    one_tile = (64, 1, "registers", "online", "one_tile", 1)
+    several_tiles = (64, 2, "shared", "online", "persistent", 2)
+    assert {one_tile, several_tiles} <= ways(33)
+    assert not {one_tile, several_tiles} & ways(300)
 
 
 def test_float32_has_kept_maxima_and_where_queries_are_fewer_than_a_tile_has_rows_packed_heads() -> None:
