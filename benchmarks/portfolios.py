@@ -2,7 +2,7 @@
 
 python benchmarks/portfolios.py screen --seed 1000 --seconds 500     needs a GPU; adds to data/portfolios/screened/
 python benchmarks/portfolios.py measure --seed 1002 --seconds 300    needs a GPU; adds to data/portfolios/
-python benchmarks/portfolios.py choose --seed 1016                   a GPU saves an hour; writes chosen.jsonl
+python benchmarks/portfolios.py choose --seed 1016                   best with a GPU; writes chosen.jsonl
 python benchmarks/portfolios.py fill chosen.jsonl --seed 1016        needs a GPU; adds to data/portfolios/
 python benchmarks/portfolios.py finals --device h200                 writes data/portfolios/h200_chosen_shipped.jsonl
 python benchmarks/portfolios.py scales                               writes data/feature_scales.json
@@ -15,7 +15,7 @@ measure: of the screened variants, few cover all problems (`variant_pool.cover`)
 gate, and the best of them meet PyTorch's backends in interleaved rounds. What is in a file already is left out.
 
 choose: of many drawn problems, those on which the portfolio's choice may lose most (`doubtful_calls.py`), those first.
-The model of derive chooses a few variants of a pool for each.
+The model of derive chooses a few variants of a pool for each, in a minute on a GPU.
 
 fill: measures these. Short calls are measured last, on idle cores.
 
