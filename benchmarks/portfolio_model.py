@@ -59,7 +59,6 @@ MOST_STEPS = 50  # of conjugate gradients towards these
 SAMPLES_AT_ONCE = 512  # of a prediction, so that their covariances stay in a core's cache
 GROUPS_AT_ONCE = 100  # of inputs, whose covariance with all samples takes 0.4 GB
 ROUGH = 3  # times as much of a screened one
-SENT_AS_ARRAYS = ("_columns", "_weights")  # tensors of a model that goes to another process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +230,7 @@ class Targets:
 
 
 class TimeModel:
-    """A Gaussian process over the logarithm of time over the roofline's, on the GPU where there is one."""
+    """A Gaussian process over the logarithm of time over the roofline's."""
 
     def __init__(self, known: Targets, weights: Sequence[float]) -> None:
         """Fits.
@@ -240,7 +239,6 @@ class TimeModel:
             known: the samples.
             weights: of the features.
         """
-        self._place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._mean = known.inputs.mean(axis=0)
         self._deviation = (known.inputs.std(axis=0) + 1e-9) / np.array(weights)
         self._offset = float(known.values.mean())
@@ -249,27 +247,20 @@ class TimeModel:
         self._factor = self._factored(known)
         self._weights = self._weighted(known)
         self._in_common = dict.fromkeys(known.owners, 0.0)
-        for owner, weight in zip(known.owners, self._weights.tolist(), strict=True):
-            self._in_common[owner] += IN_COMMON * weight
+        for owner, weight in zip(known.owners, self._weights, strict=True):
+            self._in_common[owner] += IN_COMMON * float(weight)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What other processes need to predict on the CPU: not the factor, which has gigabytes."""
-        kept = {name: value for name, value in vars(self).items() if name not in ("_factor", "_samples")}
-        tensors = {name: kept[name].cpu().numpy() for name in SENT_AS_ARRAYS}
-        return kept | tensors | {"_place": torch.device("cpu")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes what another process sent."""
-        vars(self).update(state | {name: torch.from_numpy(state[name]) for name in SENT_AS_ARRAYS})
+        """What other processes need to predict: not the factor, which has gigabytes."""
+        return {name: value for name, value in vars(self).items() if name not in ("_factor", "_samples")}
 
     def predict(self, inputs: Array) -> Array:
         """The targets of other inputs."""
         rows = _rows(self._scaled(inputs))
-        expected = torch.full((len(rows),), self._offset, dtype=torch.float64, device=self._place)
+        predicted = np.full(len(rows), self._offset)
         for begin in range(0, len(self._weights), SAMPLES_AT_ONCE):
             known = slice(begin, begin + SAMPLES_AT_ONCE)
-            expected += _covariance(rows, self._columns[:, known]) @ self._weights[known]
-        predicted: Array = expected.cpu().numpy()
+            predicted += _covariance(rows, self._columns[:, known]) @ self._weights[known]
         return predicted
 
     def believed(self, groups: Sequence[Array]) -> Iterator[tuple[Array, Array]]:
@@ -279,15 +270,14 @@ class TimeModel:
         """
         for begin in range(0, len(groups), GROUPS_AT_ONCE):
             scaled = [self._scaled(inputs) for inputs in groups[begin : begin + GROUPS_AT_ONCE]]
-            cross = _covariance(_rows(torch.cat(scaled)), self._columns).T  # [samples, inputs of the groups]
+            cross = _covariance(_rows(np.concatenate(scaled)), self._columns).T  # [samples, inputs of the groups]
             explained = self._solved(cross)
-            sizes = [len(inputs) for inputs in scaled]
+            ends = np.cumsum([len(inputs) for inputs in scaled])[:-1]
             for inputs, of_known, by_known in zip(
-                scaled, cross.split(sizes, dim=1), explained.split(sizes, dim=1), strict=True
+                scaled, np.split(cross, ends, axis=1), np.split(explained, ends, axis=1), strict=True
             ):
                 expected = self._offset + of_known.T @ self._weights
-                covariance = _covariance(_rows(inputs), _columns(inputs)) - of_known.T @ by_known
-                yield expected.cpu().numpy(), covariance.cpu().numpy()
+                yield expected, _covariance(_rows(inputs), _columns(inputs)) - of_known.T @ by_known
 
     def times_us(self, problem: Problem, variants: Sequence[Variant], device: Device) -> dict[Variant, float]:
         """What variants are believed to take, rounded so that the last bits of a sum decide nothing."""
@@ -298,74 +288,87 @@ class TimeModel:
             variant: least_us * math.exp(round(float(log), DIGITS)) for variant, log in zip(variants, logs, strict=True)
         }
 
-    def _solved(self, right: torch.Tensor) -> torch.Tensor:
+    def _solved(self, right: Array) -> Array:
         """What the covariance of the samples takes to this, in single precision: [samples, columns]."""
         # torch.cholesky_solve would copy the factor
-        half = torch.linalg.solve_triangular(self._factor, right.float(), upper=False)
-        return torch.linalg.solve_triangular(self._factor.mT, half, upper=True).double()
+        single = torch.from_numpy(right).float().to(self._factor.device)
+        half = torch.linalg.solve_triangular(self._factor, single, upper=False)
+        solved: Array = torch.linalg.solve_triangular(self._factor.mT, half, upper=True).double().cpu().numpy()
+        return solved
 
     def _factored(self, known: Targets) -> torch.Tensor:
-        """The factor of the samples' covariance, in its memory: 4 bytes times the square of the samples."""
-        count = len(known.noise)
-        covariance = torch.empty((count, count), dtype=torch.float32, device=self._place)
+        """The factor of the samples' covariance, in its memory: 4 bytes times the square of the samples.
+
+        On a GPU where there is one, which factors in seconds what two cores take ten minutes for.
+        """
+        place, count = "cuda" if torch.cuda.is_available() else "cpu", len(known.noise)
+        covariance = torch.empty((count, count), dtype=torch.float32, device=place)
         for rows, exact in self._covariances(known):
-            covariance[rows] = exact.float()
+            covariance[rows] = torch.from_numpy(exact).to(place, torch.float32)
         columns = covariance.mT  # LAPACK factors columns where they lie; the matrix is symmetric
         return torch.linalg.cholesky(columns, out=columns)
 
-    def _covariances(self, known: Targets) -> Iterator[tuple[slice, torch.Tensor]]:
+    def _covariances(self, known: Targets) -> Iterator[tuple[slice, Array]]:
         """Rows of the samples' covariance, in double precision."""
-        numbers, noise = (torch.from_numpy(each).to(self._place) for each in (known.numbers(), known.noise))
+        numbers = known.numbers()
         for begin in range(0, len(numbers), ROWS_AT_ONCE):
             rows = slice(begin, begin + ROWS_AT_ONCE)
             covariance = _covariance(_rows(self._samples[rows]), self._columns)
             covariance += IN_COMMON * (numbers[rows, None] == numbers)
-            covariance.diagonal(begin).add_(noise[rows])
+            covariance[np.arange(len(covariance)), begin + np.arange(len(covariance))] += known.noise[rows]
             yield rows, covariance
 
-    def _weighted(self, known: Targets) -> torch.Tensor:
+    def _weighted(self, known: Targets) -> Array:
         """What the samples' covariance takes to their values, in double precision: [samples].
 
         By conjugate gradients, which the factor of single precision lets end in a few steps (Golub and Van Loan, Matrix
         Computations, 11.5).
         """
-        residual = torch.from_numpy(known.values - self._offset).to(self._place)
-        weights, solved = torch.zeros_like(residual), self._solved(residual[:, None])[:, 0]
+        residual = known.values - self._offset
+        weights, solved = np.zeros_like(residual), self._solved(residual[:, None])[:, 0]
         direction, product = solved, residual @ solved
         for _ in range(MOST_STEPS):
-            image = torch.cat([covariance @ direction for _, covariance in self._covariances(known)])
+            image = np.concatenate([covariance @ direction for _, covariance in self._covariances(known)])
             step = product / (direction @ image)
             weights += step * direction
             residual = residual - step * image
-            if residual.abs().max() < MOST_RESIDUAL:
+            if np.abs(residual).max() < MOST_RESIDUAL:
                 return weights
             solved = self._solved(residual[:, None])[:, 0]
             product, before = residual @ solved, product
             direction = solved + product / before * direction
         raise AssertionError(f"the weights of {len(residual)} samples are not known after {MOST_STEPS} steps")
 
-    def _scaled(self, inputs: Array) -> torch.Tensor:
-        return torch.from_numpy((inputs - self._mean) / (self._deviation * LENGTH_SCALE)).to(self._place)
+    def _scaled(self, inputs: Array) -> Array:
+        scaled: Array = (inputs - self._mean) / (self._deviation * LENGTH_SCALE)
+        return scaled
 
 
-def _rows(scaled: torch.Tensor) -> torch.Tensor:
+def _rows(scaled: Array) -> Array:
     """Scaled features, [inputs, features], as the left factor of a product that gives three times squared distances."""
-    return torch.cat([-6.0 * scaled, 3.0 * _squares(scaled), torch.full_like(scaled[:, :1], 3.0)], dim=1)
+    return np.concatenate([-6.0 * scaled, 3.0 * _squares(scaled), np.full((len(scaled), 1), 3.0)], axis=1)
 
 
-def _columns(scaled: torch.Tensor) -> torch.Tensor:
+def _columns(scaled: Array) -> Array:
     """The right factor of that product: [features and two, inputs]."""
-    return torch.cat([scaled, torch.ones_like(scaled[:, :1]), _squares(scaled)], dim=1).T.contiguous()
+    return np.ascontiguousarray(np.concatenate([scaled, np.ones((len(scaled), 1)), _squares(scaled)], axis=1).T)
 
 
-def _squares(scaled: torch.Tensor) -> torch.Tensor:
-    return (scaled**2).sum(dim=1, keepdim=True)
+def _squares(scaled: Array) -> Array:
+    squares: Array = (scaled**2).sum(axis=1)[:, None]
+    return squares
 
 
-def _covariance(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+def _covariance(rows: Array, columns: Array) -> Array:
     """Matern's, of smoothness 3/2, in as few arrays as will do: [inputs of the rows, inputs of the columns]."""
-    distance = (rows @ columns).clamp_(min=0.0).sqrt_()
-    return distance.neg().exp_().mul_(distance.add_(1.0))
+    distance: Array = rows @ columns
+    np.maximum(distance, 0.0, out=distance)
+    np.sqrt(distance, out=distance)
+    covariance = np.negative(distance)
+    np.exp(covariance, out=covariance)
+    distance += 1.0
+    covariance *= distance
+    return covariance
 
 
 def fit(samples: Sequence[Sample]) -> TimeModel:

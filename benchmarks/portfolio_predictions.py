@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 import doubtful_calls
 import drawn_calls
-import torch
+import environment
 import variant_pool
+from portfolio_examples import Example
 from portfolio_model import TimeModel
 
 from autoattn.codegen import portfolio
@@ -24,7 +25,7 @@ from autoattn.core.variant import Variant
 
 PREDICTED_FROM = 3000  # the first seed of the problems whose times are predicted
 # Problems; the first, of 16 bits.
-PREDICTED = {DType.FLOAT16: 105_000, Precision.TF32: 24_000, Precision.IEEE: 15_000}
+PREDICTED = {DType.FLOAT16: 84_000, Precision.TF32: 24_000, Precision.IEEE: 15_000}
 TF32X3_OF = 4  # one problem of tf32 in so many
 # One problem in so many is predicted with sequences so many times as long, up to 131,072 tokens. None is measured, as
 # they take too long.
@@ -89,6 +90,17 @@ def of(
     return [{cover[number]: time_us for number, time_us in each} for each in times]
 
 
+def cover(model: TimeModel, examples: Sequence[Example]) -> list[Variant]:
+    """Few variants, each the fastest on problems of the examples, of which one is near the best on all of these."""
+    winners = variant_pool.winners_of(examples)
+    expected: dict[tuple[Problem, Device], Mapping[Variant, float]] = {}
+    for card in dict.fromkeys(example.device for example in examples):
+        problems = list(dict.fromkeys(example.problem for example in examples if example.device == card))
+        times = of(model, winners, problems, card)
+        expected |= {(problem, card): each for problem, each in zip(problems, times, strict=True)}
+    return variant_pool.cover(examples, expected)
+
+
 def candidates(
     model: TimeModel, cover: Sequence[Variant], problems: Sequence[Problem], card: Device
 ) -> list[list[Variant]]:
@@ -102,7 +114,9 @@ def _answers(predictor: _Predictor, ask: Callable[[_Predictor, Problem], T], pro
         return [ask(predictor, problem) for problem in problems]
     # What rules say of a kind of kernel is worked out once and kept for a while: problems of a kind go together.
     order = sorted(range(len(problems)), key=lambda place: (str(kernel_kind.of(problems[place])), place))
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count(), _begin, [predictor]) as pool:
+    # Each multiplies matrices on one core: together they have all of them busy.
+    one_thread = environment.variable("OPENBLAS_NUM_THREADS", "1")
+    with one_thread, multiprocessing.get_context("spawn").Pool(os.cpu_count(), _begin, [predictor]) as pool:
         answers = pool.imap(partial(_answer, ask), [problems[place] for place in order], CHUNK)
         of_place = dict(zip(order, answers, strict=True))
     return [of_place[place] for place in range(len(problems))]
@@ -111,7 +125,6 @@ def _answers(predictor: _Predictor, ask: Callable[[_Predictor, Problem], T], pro
 def _begin(predictor: _Predictor) -> None:
     global _predictor
     _predictor = predictor
-    torch.set_num_threads(1)  # each multiplies matrices on one core: together they have all of them busy
 
 
 def _answer(ask: Callable[[_Predictor, Problem], T], problem: Problem) -> T:

@@ -15,7 +15,7 @@ measure: of the screened variants, few cover all problems (`variant_pool.cover`)
 gate, and the best of them meet PyTorch's backends in interleaved rounds. What is in a file already is left out.
 
 choose: of many drawn problems, those on which the portfolio's choice may lose most (`doubtful_calls.py`), those first.
-The model of derive chooses a few variants of a pool for each, in a minute on a GPU.
+The model of derive chooses a few variants of a pool for each. A GPU factors its matrix sooner.
 
 fill: measures these. Short calls are measured last, on idle cores.
 
@@ -25,9 +25,9 @@ default was slow it met the winner. A name of examinedN keeps `untuned.py` from 
 
 scales: how much each feature of a problem and a variant counts for the model (`portfolio_scales.py`), from all files.
 
-derive: a model of the measured times (`portfolio_model.py`) predicts those of the cover on many drawn problems. A small
-network learns from these which variant costs what (`portfolio_network.py`). The same data give the same bytes
-(`portfolio_text.py`).
+derive: by a model of the measured times (`portfolio_model.py`) few variants cover all measured problems, and their times
+on many drawn problems are predicted (`portfolio_predictions.py`). A small network learns from these which variant costs
+what (`portfolio_network.py`). The same data give the same bytes (`portfolio_text.py`).
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def choose(
     card = device_profiles.named(device)
     measured, screened = examples_of(DATA), examples_of(SCREENED)
     known = {example.problem for example in measured}
-    model, cover = _model(measured, screened), variant_pool.cover([*screened, *measured])
+    model = _model(measured, screened)
+    cover = portfolio_predictions.cover(model, [*screened, *measured])
     problems = [problem for problem in doubtful_calls.quick(seed, count) if problem not in known]
     candidates = portfolio_predictions.candidates(model, cover, problems, card)
     drawn = list(zip(problems, candidates, strict=True))
@@ -218,10 +219,10 @@ def _append(path: Path, results: Iterable[tuple[Problem, dict[str, Any] | str]])
 
 def predicted(measured: Sequence[Example], screened: Sequence[Example], drawn: Sequence[Problem]) -> list[Example]:
     """Measured problems and drawn ones, with the times of the cover as a model of the measured times predicts them."""
-    cover = variant_pool.cover([*screened, *measured])
     ((card, _),) = Counter(example.device for example in measured).most_common(1)
     failing = _failing(measured, variant_pool.cover(screened))
     model = copy.copy(_model(measured, screened))  # as other processes get it: without the factor's gigabytes
+    cover = portfolio_predictions.cover(model, [*screened, *measured])
     known = {example.problem: example.times_us for example in measured}
     problems = list(dict.fromkeys([*known, *drawn]))
     predictions = portfolio_predictions.of(model, cover, problems, card)

@@ -22,6 +22,7 @@ from autoattn.core.problem import DType, Precision, Problem
 from autoattn.core.variant import Value, Variant
 
 TimesUs: TypeAlias = Callable[[list[Variant]], Mapping[Variant, float]]
+Expected: TypeAlias = Mapping[tuple[Problem, Device], Mapping[Variant, float]]
 GLUON = "gluon/forward"
 TRITON = "triton/forward"
 # What a grid does not vary.
@@ -72,6 +73,8 @@ MOST_PROGRAMS_AN_SM = 2  # of tiles of more rows that more than four programs sh
 MOST_SEEDS = 8  # of a template
 FAR = 1.5  # times the best: screening looks no further
 LEAST_GAIN = 0.0005  # of one more variant in a cover: what it saves of the time, in the mean of the problems
+LEAST_EXPECTED_GAIN = 0.00025  # where a model expects times: it sees what a variant saves where nobody measured it
+FEWEST_WINS = 2  # of a variant that may cover others
 NEAR_WINNERS = 12  # of each family: winners of the problems that are most alike
 
 
@@ -174,34 +177,54 @@ def winners(device: Device, problem: Problem, template: str) -> Iterator[Variant
         yield variant
 
 
-def cover(examples: Sequence[Example]) -> list[Variant]:
-    """Variants of which one is near the best on each screened problem, those first that save most time.
+def cover(examples: Sequence[Example], expected: Expected | None = None) -> list[Variant]:
+    """Variants of which one is near the best on each measured problem, those first that save most time.
 
-    Problems with as wide elements share a cover. What was not screened on a problem counts as FAR from its best.
+    Problems with as wide elements share a cover.
+
+    Args:
+        expected: the times that variants are expected to take where they were not measured. Without them, what was not
+            measured on a problem counts as FAR from its best; with them, what has none.
     """
     variants: dict[Variant, None] = {}
     for element_bytes in sorted({example.problem.dtype.bytes for example in examples}):
         alike = [example for example in examples if example.problem.dtype.bytes == element_bytes]
-        variants |= dict.fromkeys(_covering(alike))
+        variants |= dict.fromkeys(_covering(alike, expected))
     return list(variants)
 
 
-def _covering(examples: Sequence[Example]) -> Iterator[Variant]:
-    known = sorted({variant for example in examples for variant in example.times_us}, key=str)
+def winners_of(examples: Sequence[Example]) -> list[Variant]:
+    """What was the fastest on a few problems."""
+    wins = Counter(min(example.times_us, key=lambda each: example.times_us[each]) for example in examples)
+    return sorted((variant for variant, count in wins.items() if count >= FEWEST_WINS), key=str)
+
+
+def _covering(examples: Sequence[Example], expected: Expected | None) -> Iterator[Variant]:
+    times = [_times_us(example, expected) for example in examples]
+    known = sorted({variant for times_us in times for variant in times_us}, key=str)
+    places = {variant: place for place, variant in enumerate(known)}
     regrets = np.full((len(examples), len(known)), math.log(FAR))
-    for row, example in enumerate(examples):
-        for column, variant in enumerate(known):
-            if variant in example.times_us:
-                regret = math.log(example.times_us[variant] / example.best_us)
-                regrets[row, column] = min(regret, math.log(FAR))
+    for row, (example, times_us) in enumerate(zip(examples, times, strict=True)):
+        for variant, time_us in times_us.items():
+            regret = max(0.0, math.log(time_us / example.best_us))
+            regrets[row, places[variant]] = min(regret, math.log(FAR))
     least = np.full(len(examples), math.log(FAR))
+    least_gain = LEAST_GAIN if expected is None else LEAST_EXPECTED_GAIN
     while True:
         gains = np.maximum(0.0, least[:, None] - regrets).sum(axis=0)
         column = int(gains.argmax())
-        if gains[column] < LEAST_GAIN * len(examples):
+        if gains[column] < least_gain * len(examples):
             return
         yield known[column]
         least = np.minimum(least, regrets[:, column])
+
+
+def _times_us(example: Example, expected: Expected | None) -> Mapping[Variant, float]:
+    """What variants take on an example's problem, as measured, else as expected."""
+    if expected is None:
+        return example.times_us
+    times = expected[example.problem, example.device]
+    return {variant: example.times_us.get(variant, time_us) for variant, time_us in times.items()}
 
 
 def feasible(variants: Sequence[Variant], problem: Problem, device: Device) -> list[Variant]:

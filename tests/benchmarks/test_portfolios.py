@@ -206,9 +206,27 @@ def test_a_cover_has_a_variant_near_the_best_of_each_problem(examples: list[Exam
     assert len(variant_pool.cover(everywhere)) == 1
 
 
+def test_what_a_model_expects_of_a_variant_lets_it_cover_problems_that_it_was_not_measured_on() -> None:
+    """Each is the fastest on two problems, and the first is expected to be nearly as fast on all."""
+    variants = feasible(*map(problem_of, LENGTHS))[:3]
+    measured = [
+        example(problem_of(rows), {variants[place % 3]: 10.0})
+        for place, rows in enumerate(LENGTHS[: 2 * len(variants)])
+    ]
+    assert variant_pool.winners_of(measured) == sorted(variants, key=str)
+    assert variant_pool.winners_of(measured[:-1]) == sorted(variants[:-1], key=str), "one win is too few"
+    assert set(variant_pool.cover(measured)) == set(variants)
+    expected = {(each.problem, H200): {variants[0]: 10.001, variants[1]: 20.0} for each in measured}
+    assert variant_pool.cover(measured, expected) == [variants[0]]
+    expected = {owner: dict.fromkeys(variants, 20.0) for owner in expected}
+    assert set(variant_pool.cover(measured, expected)) == set(variants), (
+        "what was measured counts before what is expected"
+    )
+
+
 def test_what_rules_allow_and_no_measurement_has_is_taken_to_fail() -> None:
     """Where fewer variants worked than may meet in rounds, none was left out for being slow."""
-    screened = [example(problem_of(1), {SHORT: 9.0}), example(problem_of(2), {LONG: 9.0})]
+    screened = [example(problem_of(rows), {SHORT: 5.0}) for rows in (1, 2)]
     measured = [example(problem_of(rows), {LONG: 10.0}) for rows in LENGTHS]
     drawn = portfolios.predicted(measured, screened, [problem_of(700)])
     alike = [each for each in drawn if portfolios.numbers_of(each.problem) == portfolios.numbers_of(problem_of(1))]
