@@ -25,9 +25,9 @@ default was slow it met the winner. A name of examinedN keeps `untuned.py` from 
 
 scales: how much each feature of a problem and a variant counts for the model (`portfolio_scales.py`), from all files.
 
-derive: by a model of the measured times (`portfolio_model.py`) few variants cover all measured problems, and their times
-on many drawn problems are predicted (`portfolio_predictions.py`). A small network learns from these which variant costs
-what (`portfolio_network.py`). The same data give the same bytes (`portfolio_text.py`).
+derive: by a model of the measured times (`portfolio_model.py`) few variants cover all measured problems, and their
+times on many drawn problems are predicted (`portfolio_predictions.py`). A small network learns from these which variant
+costs what (`portfolio_network.py`). The same data give the same bytes (`portfolio_text.py`).
 """
 
 from __future__ import annotations
