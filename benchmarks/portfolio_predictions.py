@@ -15,7 +15,7 @@ import drawn_calls
 import environment
 import variant_pool
 from portfolio_examples import Example
-from portfolio_model import TimeModel
+from portfolio_model import Owner, TimeModel
 
 from autoattn.codegen import portfolio
 from autoattn.core import kernel_kind
@@ -93,7 +93,7 @@ def of(
 def cover(model: TimeModel, examples: Sequence[Example]) -> list[Variant]:
     """Few variants, each the fastest on problems of the examples, of which one is near the best on all of these."""
     winners = variant_pool.winners_of(examples)
-    expected: dict[tuple[Problem, Device], Mapping[Variant, float]] = {}
+    expected: dict[Owner, Mapping[Variant, float]] = {}
     for card in dict.fromkeys(example.device for example in examples):
         problems = list(dict.fromkeys(example.problem for example in examples if example.device == card))
         times = of(model, winners, problems, card)

@@ -5,7 +5,7 @@ measured. The default of each is the choice of a portfolio that does not know it
 would take is the best prediction that beats the default's by a margin, if there is one. Each row of a table is a
 margin, in errors that the model is known to make: how much slower than the best variant the calls are then, and how
 often what was taken is slower than the default. What is asked for is `ERRORS_OF_MEASURED` of
-`predicted_ranking`, more in float32.
+`predicted_ranking`; in float32 nothing is taken.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import numpy as np
 from portfolio_examples import Example
+from portfolio_model import Owner
 
 from autoattn.cache import store
 from autoattn.codegen import portfolio, resources, search_space
@@ -22,7 +23,7 @@ from autoattn.core.problem import DType, Precision, Problem
 from autoattn.core.variant import Value, Variant
 
 TimesUs: TypeAlias = Callable[[list[Variant]], Mapping[Variant, float]]
-Expected: TypeAlias = Mapping[tuple[Problem, Device], Mapping[Variant, float]]
+Expected: TypeAlias = Mapping[Owner, Mapping[Variant, float]]
 GLUON = "gluon/forward"
 TRITON = "triton/forward"
 # What a grid does not vary.

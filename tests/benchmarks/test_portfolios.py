@@ -226,7 +226,8 @@ def test_what_a_model_expects_of_a_variant_lets_it_cover_problems_that_it_was_no
 
 def test_what_rules_allow_and_no_measurement_has_is_taken_to_fail() -> None:
     """Where fewer variants worked than may meet in rounds, none was left out for being slow."""
-    screened = [example(problem_of(rows), {SHORT: 5.0}) for rows in (1, 2)]
+    screened = [example(problem_of(1), {SHORT: 9.0}), example(problem_of(2), {LONG: 9.0})]
+    screened.append(example(problem_of(3), {SHORT: 9.0}))  # a second win lets it into the cover
     measured = [example(problem_of(rows), {LONG: 10.0}) for rows in LENGTHS]
     drawn = portfolios.predicted(measured, screened, [problem_of(700)])
     alike = [each for each in drawn if portfolios.numbers_of(each.problem) == portfolios.numbers_of(problem_of(1))]
@@ -331,19 +332,30 @@ def test_programs_that_take_the_next_tile_are_in_the_pool_with_heads_side_by_sid
     assert ("dynamic", 2, 16, "vote") not in ways("full")
 
 
-def test_keys_of_one_block_have_kernels_of_their_own_and_more_keys_have_none() -> None:
+def test_keys_of_one_block_have_kernels_of_one_stage_and_more_keys_have_none() -> None:
+    """Tuning found them for 33 tokens, where the pool of before had none."""
+
+    def ways(length: int) -> set[tuple[object, ...]]:
+        pool = variant_pool.pool(samples.problem(batch=2, heads_q=8, seq_q=length, seq_kv=length, head_dim=128), H200)
+        params = [each.as_dict() for each in pool if each.template == "gluon/forward"]
+        return {(each["BLOCK_N"], each["queries_in"], each["softmax"]) for each in params if each["num_stages"] == 1}
+
+    assert {(64, "registers", "online"), (64, "registers", "lazy"), (64, "shared", "online")} <= ways(33)
+    assert (64, "registers", "online") not in ways(300)
+
+
+def test_many_tiles_on_keys_of_one_block_have_programs_that_take_several_and_more_keys_have_none() -> None:
     """Tuning found them for 17 to 66 keys, where the pools of before had none."""
 
     def ways(length: int) -> set[tuple[object, ...]]:
         problem = samples.problem(batch=32, heads_q=32, heads_kv=32, seq_q=length, seq_kv=length, head_dim=128)
         params = [each.as_dict() for each in variant_pool.pool(problem, H200) if each.template == "gluon/forward"]
-        names = "BLOCK_N", "num_stages", "queries_in", "softmax", "schedule", "query_stages"
+        names = "BLOCK_N", "num_stages", "softmax", "schedule", "query_stages"
         return {tuple(each[name] for name in names) for each in params}
 
-    one_tile = (64, 1, "registers", "online", "one_tile", 1)
-    several_tiles = (64, 2, "shared", "online", "persistent", 2)
-    assert {one_tile, several_tiles} <= ways(33)
-    assert not {one_tile, several_tiles} & ways(300)
+    several_tiles = {(64, 2, softmax, "persistent", 2) for softmax in ("online", "lazy")}
+    assert several_tiles <= ways(33)
+    assert not several_tiles & ways(300)
 
 
 def test_float32_has_kept_maxima_and_where_queries_are_fewer_than_a_tile_has_rows_packed_heads() -> None:
