@@ -29,8 +29,7 @@ OF_A_KIND = 6  # chosen calls that share kernels, at most
 SAMPLES = 256  # of the times of a call's variants
 SHORT_US = 2.5  # of the roofline: with a launch, some 8 us
 FEW_KEYS = 2048  # of a short call
-MOST_BYTES = 6e8  # of operands, whose reference a GPU computes in a second or two
-MOST_FLOPS = 4e12
+MOST_FLOPS = 4e12  # of a problem whose reference a GPU computes in a second or two
 MOST_FLOAT32_FLOPS = 6e10
 
 
@@ -62,7 +61,7 @@ def read(path: Path) -> list[Call]:
 
 
 def quick(seed: int, count: int) -> list[Problem]:
-    """The first drawn problems whose operands and reference take no long time to be made."""
+    """The first drawn problems whose reference takes no long time."""
     return [problem for problem in drawn_calls.draw(seed, count) if _is_quick(problem)]
 
 
@@ -105,4 +104,4 @@ def _expected_loss(mean: Array, covariance: Array) -> float:
 
 def _is_quick(problem: Problem) -> bool:
     most_flops = MOST_FLOAT32_FLOPS if problem.dtype is DType.FLOAT32 else MOST_FLOPS
-    return problem.flops() <= most_flops and problem.bytes() <= MOST_BYTES
+    return problem.flops() <= most_flops

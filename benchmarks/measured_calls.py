@@ -22,6 +22,9 @@ from autoattn.search.trial_pipeline import Steps, Workshop
 from autoattn.workers.worker_pool import Failure
 
 AT_ONCE = 8  # problems whose variants are measured together, so that compilers and the GPU both have work
+# Of their operands, unless one problem alone has more: as much as a worker keeps (`gpu_jobs.KEPT_SHARE`) of the 80 GB
+# of an H100. What it does not keep it makes again for each variant.
+MOST_BYTES = 8e9
 FINAL_SECONDS = 0.35
 COMPILED_AHEAD = 16  # problems whose variants are compiled together
 COMPILE_SHARE = 0.6  # of the time, after which no compile is begun: short calls are measured in what is left
@@ -128,10 +131,19 @@ class Staged:
         while len(self._active) < AT_ONCE and passed < self._seconds:
             idle = not (self._compiling or self._coming)
             ready = self._long or (self._short if idle else None)
-            if not ready:
+            subject = self._next(ready) if ready else None
+            if subject is None:
                 return
-            subject = ready.popleft()
             self._active.append((subject, subject.steps(shop)))
+
+    def _next(self, ready: deque[Subject]) -> Subject | None:
+        """Takes the first that has room beside those that are measured; anything has room alone."""
+        room = MOST_BYTES - sum(subject.problem.bytes() for subject, _ in self._active)
+        for subject in ready:
+            if not self._active or subject.problem.bytes() <= room:
+                ready.remove(subject)
+                return subject
+        return None
 
 
 def _stepped(

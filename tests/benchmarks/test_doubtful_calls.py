@@ -79,8 +79,11 @@ def test_few_calls_of_a_kind_of_kernel_are_chosen_those_first_that_lose_most() -
 def test_calls_that_take_long_to_be_checked_are_left_out() -> None:
     chosen = doubtful_calls.quick(portfolios.RESERVED, 60)
     assert 20 < len(chosen) < 60
-    assert all(call.bytes() <= doubtful_calls.MOST_BYTES for call in chosen)
     assert all(call.flops() <= doubtful_calls.MOST_FLOPS for call in chosen)
+
+
+def test_few_queries_on_gigabytes_of_keys_are_not_left_out() -> None:
+    assert any(call.bytes() > 1e9 and call.seq_q < 16 for call in doubtful_calls.quick(portfolios.RESERVED, 400))
 
 
 def test_a_file_of_chosen_calls_reads_back(tmp_path: Path) -> None:

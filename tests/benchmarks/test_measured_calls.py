@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import measured_calls
@@ -73,3 +74,28 @@ def test_short_calls_are_measured_when_nothing_is_compiled(shop: Shop) -> None:
 def test_after_its_time_no_problem_is_begun(shop: Shop) -> None:
     assert not list(Staged(subjects(), -1.0, H200).lines())
     assert not shop.events
+
+
+def test_large_operands_wait_for_one_another(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    large, small = samples.problem(seq_q=4096), samples.problem(seq_q=512, seq_kv=512)
+    monkeypatch.setattr(measured_calls, "MOST_BYTES", 1.5 * large.bytes())
+    monkeypatch.setattr(measured_calls, "COMPILED_AHEAD", 3)
+    problems = large, replace(large, seq_q=4095), small
+    begun: list[int] = []
+
+    class Recorded(Subject):
+        def steps(self, shop: Any) -> Any:
+            begun.append(self.problem.seq_q)
+            yield
+            yield
+            begun.append(-self.problem.seq_q)
+            return {}
+
+    assert len(list(Staged([Recorded(each, H200, [], 4) for each in problems], 60.0, H200).lines())) == 3
+    assert begun.index(-4096) < begun.index(4095)
+    assert begun.index(512) < begun.index(-4096)
+
+
+def test_operands_larger_than_all_room_are_measured_alone(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured_calls, "MOST_BYTES", 1.0)
+    assert len(list(Staged(subjects(), 60.0, H200).lines())) == len(LENGTHS)
