@@ -18,7 +18,8 @@ import drawn_calls
 import msgspec
 import numpy as np
 import portfolio_model
-from portfolio_model import Array, TimeModel
+from gaussian_process import Array
+from portfolio_model import TimeModel
 
 from autoattn.core import kernel_kind
 from autoattn.core.device import Device
@@ -71,9 +72,7 @@ def ordered(model: TimeModel, calls: Sequence[tuple[Problem, Sequence[Variant]]]
     Args:
         calls: problems with their variants, the portfolio's choice first.
     """
-    groups = [portfolio_model.matrix((problem, variant, device) for variant in variants) for problem, variants in calls]
-    believed = model.believed(groups)
-    losses = [_expected_loss(mean, covariance) for mean, covariance in believed]
+    losses = [_expected_loss(mean, covariance) for mean, covariance in model.believed(calls, device)]
     known = [
         Call(problem=problem, variants=tuple(variants), expected_loss=loss)
         for (problem, variants), loss in zip(calls, losses, strict=True)

@@ -1,6 +1,6 @@
-"""Predicts the times of variants on problems that nobody measured, from those that were: a Gaussian process.
+"""Predicts the times of variants on problems that nobody measured, from those that were, by Gaussian processes.
 
-It knows a variant by its parameters, and a problem with it by what a card has to do: tiles, waves, passes over keys,
+They know a variant by its parameters, and a problem with it by what a card has to do: tiles, waves, passes over keys,
 products, and bytes. How much each of these features counts is fitted to the measured times (`portfolio_scales.py`).
 A portfolio that learns from measured problems alone chooses badly on kinds that it has not seen; one that
 learns from many drawn problems whose times are predicted comes near the model (docs/decisions/portfolios.md).
@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
-import torch
+from gaussian_process import Array, GaussianProcess, Targets
 
 from autoattn.core import roofline
 from autoattn.core.device import Device
@@ -28,7 +28,6 @@ from autoattn.core.tile_widths import padded, pieces
 from autoattn.core.variant import Value, Variant
 from autoattn.cost_model import tile_schedule
 
-Array: TypeAlias = npt.NDArray[np.float64]
 Owner: TypeAlias = tuple[Problem, Device]  # of times
 LAUNCH_US = 4.0
 L2_BYTES_PER_US = 5.5e6
@@ -48,16 +47,9 @@ CHOICES: tuple[tuple[str, tuple[Value, ...]], ...] = (
     ("products", ("bf16x3", "bf16x6")),
     ("parts_read", ("by_rows", "by_groups")),
 )
-LENGTH_SCALE = 14.0  # of the kernel, in standard deviations of the features, which each have a weight of their own
 SCALES = Path(__file__).resolve().parent / "data" / "feature_scales.json"
 NOISE = 0.001  # variance of the logarithm of a time measured in rounds
-IN_COMMON = 0.003  # variance of what the logarithms of all times of a problem on a card have in common
 DIGITS = 2  # of the logarithm of a predicted time
-ROWS_AT_ONCE = 1024  # of the covariance of all samples
-MOST_RESIDUAL = 1e-9  # of the samples' values, when their weights are exact enough
-MOST_STEPS = 50  # of conjugate gradients towards these
-SAMPLES_AT_ONCE = 512  # of a prediction, so that their covariances stay in a core's cache
-GROUPS_AT_ONCE = 100  # of inputs, whose covariance with all samples takes 0.4 GB
 ROUGH = 3  # times as much of a screened one
 
 
@@ -179,10 +171,15 @@ def matrix(cases: Iterable[tuple[Problem, Variant, Device]]) -> Array:
 
 
 @cache
-def scales() -> Mapping[str, float]:
-    """The weight of each feature."""
-    weights: dict[str, float] = json.loads(SCALES.read_text(encoding="utf-8"))
+def scales() -> Mapping[str, Mapping[str, float]]:
+    """The weight of each feature, for each size of elements by its name."""
+    weights: dict[str, dict[str, float]] = json.loads(SCALES.read_text(encoding="utf-8"))
     return weights
+
+
+def size_name(problem: Problem) -> str:
+    """What the size of a problem's elements is called: a model knows only problems of one size."""
+    return f"{8 * problem.dtype.bytes} bits"
 
 
 def target(problem: Problem, device: Device, time_us: float) -> float:
@@ -201,177 +198,65 @@ class Sample:
     rough: bool  # a first look
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Targets:
-    """Samples as a Gaussian process takes them."""
+def feature_names(samples: Sequence[Sample]) -> list[str]:
+    """The names of the features that samples have, in their order."""
+    first = samples[0]
+    return list(features(first.problem, first.variant, first.device))
 
-    names: tuple[str, ...]  # of the features
-    inputs: Array  # [samples, features]
-    values: Array  # [samples], logarithms
-    noise: Array  # [samples], variances of these
-    owners: tuple[Owner, ...]  # of each sample
 
-    @classmethod
-    def of(cls, samples: Sequence[Sample]) -> Targets:
-        """The features and targets of samples."""
-        first = samples[0]
-        return cls(
-            names=tuple(features(first.problem, first.variant, first.device)),
-            inputs=matrix((sample.problem, sample.variant, sample.device) for sample in samples),
-            values=np.array([target(sample.problem, sample.device, sample.time_us) for sample in samples]),
-            noise=np.array([NOISE * (ROUGH if sample.rough else 1) for sample in samples]),
-            owners=tuple((sample.problem, sample.device) for sample in samples),
-        )
+def weights_of(samples: Sequence[Sample]) -> list[float]:
+    """The weight of each feature for samples of one size of elements."""
+    weights = scales()[size_name(samples[0].problem)]
+    return [weights[name] for name in feature_names(samples)]
 
-    def numbers(self) -> npt.NDArray[np.intp]:
-        """A number for each sample, which those of one owner share: [samples]."""
-        known = {owner: number for number, owner in enumerate(dict.fromkeys(self.owners))}
-        return np.array([known[owner] for owner in self.owners])
+
+def of_sizes(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
+    """Samples by the size of their problems' elements."""
+    samples_of = defaultdict[str, list[Sample]](list)
+    for sample in samples:
+        samples_of[size_name(sample.problem)].append(sample)
+    return dict(samples_of)
+
+
+def targets_of(samples: Sequence[Sample]) -> Targets:
+    """The features of samples, and what is predicted of them."""
+    return Targets(
+        inputs=matrix((sample.problem, sample.variant, sample.device) for sample in samples),
+        values=np.array([target(sample.problem, sample.device, sample.time_us) for sample in samples]),
+        noise=np.array([NOISE * (ROUGH if sample.rough else 1) for sample in samples]),
+        owners=tuple((sample.problem, sample.device) for sample in samples),
+    )
 
 
 class TimeModel:
-    """A Gaussian process over the logarithm of time over the roofline's."""
+    """The logarithm of time over the roofline's: a Gaussian process for each size of elements.
 
-    def __init__(self, known: Targets, weights: Sequence[float]) -> None:
-        """Fits.
+    One for all sizes knows nothing more, and its matrix takes twice as long to factor (docs/decisions/portfolios.md).
+    """
 
-        Args:
-            known: the samples.
-            weights: of the features.
-        """
-        self._mean = known.inputs.mean(axis=0)
-        self._deviation = (known.inputs.std(axis=0) + 1e-9) / np.array(weights)
-        self._offset = float(known.values.mean())
-        self._samples = self._scaled(known.inputs)
-        self._columns = _columns(self._samples)
-        self._factor = self._factored(known)
-        self._weights = self._weighted(known)
-        self._in_common = dict.fromkeys(known.owners, 0.0)
-        for owner, weight in zip(known.owners, self._weights, strict=True):
-            self._in_common[owner] += IN_COMMON * float(weight)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What other processes need to predict: not the factor, which has gigabytes."""
-        return {name: value for name, value in vars(self).items() if name not in ("_factor", "_samples")}
-
-    def predict(self, inputs: Array) -> Array:
-        """The targets of other inputs."""
-        rows = _rows(self._scaled(inputs))
-        predicted = np.full(len(rows), self._offset)
-        for begin in range(0, len(self._weights), SAMPLES_AT_ONCE):
-            known = slice(begin, begin + SAMPLES_AT_ONCE)
-            predicted += _covariance(rows, self._columns[:, known]) @ self._weights[known]
-        return predicted
-
-    def believed(self, groups: Sequence[Array]) -> Iterator[tuple[Array, Array]]:
-        """The targets of each group of inputs, [inputs], and how their errors go together, [inputs, inputs].
-
-        Without what the times of a problem have in common, which says nothing of which is the shortest.
-        """
-        for begin in range(0, len(groups), GROUPS_AT_ONCE):
-            scaled = [self._scaled(inputs) for inputs in groups[begin : begin + GROUPS_AT_ONCE]]
-            cross = _covariance(_rows(np.concatenate(scaled)), self._columns).T  # [samples, inputs of the groups]
-            explained = self._solved(cross)
-            ends = np.cumsum([len(inputs) for inputs in scaled])[:-1]
-            for inputs, of_known, by_known in zip(
-                scaled, np.split(cross, ends, axis=1), np.split(explained, ends, axis=1), strict=True
-            ):
-                expected = self._offset + of_known.T @ self._weights
-                yield expected, _covariance(_rows(inputs), _columns(inputs)) - of_known.T @ by_known
+    def __init__(self, samples: Iterable[Sample], *, with_errors: bool = False) -> None:
+        """Fits; `believed` needs a model with errors, which keeps gigabytes for it."""
+        self._processes = {
+            size: GaussianProcess(targets_of(some), weights_of(some), with_errors=with_errors)
+            for size, some in of_sizes(samples).items()
+        }
 
     def times_us(self, problem: Problem, variants: Sequence[Variant], device: Device) -> dict[Variant, float]:
         """What variants are believed to take, rounded so that the last bits of a sum decide nothing."""
-        logs = self.predict(matrix((problem, variant, device) for variant in variants))
-        logs += self._in_common.get((problem, device), 0.0)
+        inputs = matrix((problem, variant, device) for variant in variants)
+        logs = self._processes[size_name(problem)].predict(inputs, (problem, device))
         least_us = LAUNCH_US + roofline_us(problem, device)
         return {
             variant: least_us * math.exp(round(float(log), DIGITS)) for variant, log in zip(variants, logs, strict=True)
         }
 
-    def _solved(self, right: Array) -> Array:
-        """What the covariance of the samples takes to this, in single precision: [samples, columns]."""
-        # torch.cholesky_solve would copy the factor
-        single = torch.from_numpy(right).float().to(self._factor.device)
-        half = torch.linalg.solve_triangular(self._factor, single, upper=False)
-        solved: Array = torch.linalg.solve_triangular(self._factor.mT, half, upper=True).double().cpu().numpy()
-        return solved
-
-    def _factored(self, known: Targets) -> torch.Tensor:
-        """The factor of the samples' covariance, in its memory: 4 bytes times the square of the samples.
-
-        On a GPU where there is one, which factors in seconds what two cores take ten minutes for.
-        """
-        place, count = "cuda" if torch.cuda.is_available() else "cpu", len(known.noise)
-        covariance = torch.empty((count, count), dtype=torch.float32, device=place)
-        for rows, exact in self._covariances(known):
-            covariance[rows] = torch.from_numpy(exact).to(place, torch.float32)
-        columns = covariance.mT  # LAPACK factors columns where they lie; the matrix is symmetric
-        return torch.linalg.cholesky(columns, out=columns)
-
-    def _covariances(self, known: Targets) -> Iterator[tuple[slice, Array]]:
-        """Rows of the samples' covariance, in double precision."""
-        numbers = known.numbers()
-        for begin in range(0, len(numbers), ROWS_AT_ONCE):
-            rows = slice(begin, begin + ROWS_AT_ONCE)
-            covariance = _covariance(_rows(self._samples[rows]), self._columns)
-            covariance += IN_COMMON * (numbers[rows, None] == numbers)
-            covariance[np.arange(len(covariance)), begin + np.arange(len(covariance))] += known.noise[rows]
-            yield rows, covariance
-
-    def _weighted(self, known: Targets) -> Array:
-        """What the samples' covariance takes to their values, in double precision: [samples].
-
-        By conjugate gradients, which the factor of single precision lets end in a few steps (Golub and Van Loan, Matrix
-        Computations, 11.5).
-        """
-        residual = known.values - self._offset
-        weights, solved = np.zeros_like(residual), self._solved(residual[:, None])[:, 0]
-        direction, product = solved, residual @ solved
-        for _ in range(MOST_STEPS):
-            image = np.concatenate([covariance @ direction for _, covariance in self._covariances(known)])
-            step = product / (direction @ image)
-            weights += step * direction
-            residual = residual - step * image
-            if np.abs(residual).max() < MOST_RESIDUAL:
-                return weights
-            solved = self._solved(residual[:, None])[:, 0]
-            product, before = residual @ solved, product
-            direction = solved + product / before * direction
-        raise AssertionError(f"the weights of {len(residual)} samples are not known after {MOST_STEPS} steps")
-
-    def _scaled(self, inputs: Array) -> Array:
-        scaled: Array = (inputs - self._mean) / (self._deviation * LENGTH_SCALE)
-        return scaled
-
-
-def _rows(scaled: Array) -> Array:
-    """Scaled features, [inputs, features], as the left factor of a product that gives three times squared distances."""
-    return np.concatenate([-6.0 * scaled, 3.0 * _squares(scaled), np.full((len(scaled), 1), 3.0)], axis=1)
-
-
-def _columns(scaled: Array) -> Array:
-    """The right factor of that product: [features and two, inputs]."""
-    return np.ascontiguousarray(np.concatenate([scaled, np.ones((len(scaled), 1)), _squares(scaled)], axis=1).T)
-
-
-def _squares(scaled: Array) -> Array:
-    squares: Array = (scaled**2).sum(axis=1)[:, None]
-    return squares
-
-
-def _covariance(rows: Array, columns: Array) -> Array:
-    """Matern's, of smoothness 3/2, in as few arrays as will do: [inputs of the rows, inputs of the columns]."""
-    distance: Array = rows @ columns
-    np.maximum(distance, 0.0, out=distance)
-    np.sqrt(distance, out=distance)
-    covariance = np.negative(distance)
-    np.exp(covariance, out=covariance)
-    distance += 1.0
-    covariance *= distance
-    return covariance
-
-
-def fit(samples: Sequence[Sample]) -> TimeModel:
-    """A model of measured times."""
-    known = Targets.of(samples)
-    return TimeModel(known, [scales()[name] for name in known.names])
+    def believed(self, calls: Sequence[tuple[Problem, Sequence[Variant]]], device: Device) -> list[tuple[Array, Array]]:
+        """For each problem its variants' targets, [variants], and how errors go together, [variants, variants]."""
+        places = defaultdict[str, list[int]](list)
+        for place, (problem, _) in enumerate(calls):
+            places[size_name(problem)].append(place)
+        beliefs: dict[int, tuple[Array, Array]] = {}
+        for size, some in places.items():
+            groups = [matrix((calls[place][0], variant, device) for variant in calls[place][1]) for place in some]
+            beliefs |= zip(some, self._processes[size].believed(groups), strict=True)
+        return [beliefs[place] for place in range(len(calls))]

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import gaussian_process
 import numpy as np
 import portfolio_model
 import torch
-from portfolio_model import Sample, Targets
+from portfolio_model import Sample
 
 STEPS = 160
 SAMPLES = 1300  # of a step, at least
@@ -19,8 +20,8 @@ RATE = 0.06  # of the first step; it falls to 0
 
 
 def fit(samples: Sequence[Sample], seed: int = 0) -> dict[str, float]:
-    """The weight of each feature, rounded."""
-    known = Targets.of(samples)
+    """The weight of each feature for samples of one size of elements, rounded."""
+    known = portfolio_model.targets_of(samples)
     deviation = known.inputs.std(axis=0) + 1e-9
     inputs = torch.from_numpy((known.inputs - known.inputs.mean(axis=0)) / deviation)
     targets = torch.from_numpy(known.values - known.values.mean())
@@ -28,7 +29,7 @@ def fit(samples: Sequence[Sample], seed: int = 0) -> dict[str, float]:
     owners = torch.from_numpy(known.numbers())
     problems = [np.flatnonzero(owners.numpy() == number) for number in range(int(owners.max()) + 1)]
     draw = np.random.default_rng(seed)
-    weights = torch.full((inputs.shape[1],), -math.log(portfolio_model.LENGTH_SCALE), dtype=torch.float64)
+    weights = torch.full((inputs.shape[1],), -math.log(gaussian_process.LENGTH_SCALE), dtype=torch.float64)
     size = torch.zeros((), dtype=torch.float64)
     learners = [weights.requires_grad_(), size.requires_grad_()]
     optimizer = torch.optim.Adam(learners, lr=RATE)
@@ -40,8 +41,9 @@ def fit(samples: Sequence[Sample], seed: int = 0) -> dict[str, float]:
         loss.backward()
         optimizer.step()
         schedule.step()
-    fitted = weights.detach().exp() * portfolio_model.LENGTH_SCALE
-    return {name: round(float(weight), 2) for name, weight in zip(known.names, fitted, strict=True)}
+    fitted = weights.detach().exp() * gaussian_process.LENGTH_SCALE
+    names = portfolio_model.feature_names(samples)
+    return {name: round(float(weight), 2) for name, weight in zip(names, fitted, strict=True)}
 
 
 def _some(problems: Sequence[np.ndarray], draw: np.random.Generator) -> torch.Tensor:
@@ -60,7 +62,7 @@ def _loss(
     """The negative logarithm of the likelihood of a sample, but for a constant, under the model's covariance."""
     distance = (3.0 * (torch.cdist(inputs, inputs) ** 2 + 1e-12)).sqrt()
     covariance = size.exp() * (1.0 + distance) * torch.exp(-distance) + torch.diag(noise + 1e-5)
-    covariance += portfolio_model.IN_COMMON * (owners[:, None] == owners)
+    covariance += gaussian_process.IN_COMMON * (owners[:, None] == owners)
     factor = torch.linalg.cholesky(covariance)
     misfit = 0.5 * (targets * torch.cholesky_solve(targets, factor)).sum()
     return (misfit + factor.diagonal().log().sum()) / len(targets)

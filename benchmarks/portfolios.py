@@ -32,7 +32,6 @@ costs what (`portfolio_network.py`). The same data give the same bytes (`portfol
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import statistics
@@ -123,7 +122,7 @@ def choose(
     card = device_profiles.named(device)
     measured, screened = examples_of(DATA), examples_of(SCREENED)
     known = {example.problem for example in measured}
-    model = _model(measured, screened)
+    model = TimeModel(_all_samples(measured, screened), with_errors=True)
     cover = portfolio_predictions.cover(model, [*screened, *measured])
     problems = [problem for problem in doubtful_calls.quick(seed, count) if problem not in known]
     candidates = portfolio_predictions.candidates(model, cover, problems, card)
@@ -221,7 +220,7 @@ def predicted(measured: Sequence[Example], screened: Sequence[Example], drawn: S
     """Measured problems and drawn ones, with the times of the cover as a model of the measured times predicts them."""
     ((card, _),) = Counter(example.device for example in measured).most_common(1)
     failing = _failing(measured, variant_pool.cover(screened))
-    model = copy.copy(_model(measured, screened))  # as other processes get it: without the factor's gigabytes
+    model = TimeModel(_all_samples(measured, screened))
     cover = portfolio_predictions.cover(model, [*screened, *measured])
     known = {example.problem: example.times_us for example in measured}
     problems = list(dict.fromkeys([*known, *drawn]))
@@ -234,11 +233,6 @@ def predicted(measured: Sequence[Example], screened: Sequence[Example], drawn: S
             times = dict.fromkeys(times, FAILED * min(able.values())) | able
             examples[problem] = Example(problem=problem, device=card, times_us=times, rivals_us={})
     return [examples[problem] for problem in [*list(known) * WEIGHT, *drawn] if problem in examples]
-
-
-def _model(measured: Sequence[Example], screened: Sequence[Example]) -> TimeModel:
-    """A model of all measured times."""
-    return portfolio_model.fit(_all_samples(measured, screened))
 
 
 def _all_samples(measured: Sequence[Example], screened: Sequence[Example]) -> list[portfolio_model.Sample]:
@@ -336,8 +330,9 @@ def _finals_of(entry: CacheEntry) -> dict[str, Any]:
 
 @app.command()
 def scales() -> None:
-    """Fit the weights of the model's features."""
-    weights = portfolio_scales.fit(_all_samples(examples_of(DATA), examples_of(SCREENED)))
+    """Fit the weights of the model's features, for each size of elements."""
+    samples = portfolio_model.of_sizes(_all_samples(examples_of(DATA), examples_of(SCREENED)))
+    weights = {size: portfolio_scales.fit(samples[size]) for size in sorted(samples)}
     portfolio_model.SCALES.write_text(json.dumps(weights, indent=2) + "\n", encoding="utf-8")
 
 

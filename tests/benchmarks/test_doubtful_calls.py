@@ -33,14 +33,15 @@ def problem(seq: int, heads: int = 8) -> Problem:
 @pytest.fixture(scope="module")
 def model() -> TimeModel:
     """One variant took half the other's time on all measured problems."""
-    return portfolio_model.fit(
+    return TimeModel(
         [
             portfolio_model.Sample(
                 problem=problem(seq), device=H200, variant=variant, time_us=factor * seq**2 / 1e4, rough=False
             )
             for seq in LENGTHS
             for variant, factor in ((FAST, 1.0), (SLOW, 2.0))
-        ]
+        ],
+        with_errors=True,
     )
 
 
@@ -60,9 +61,11 @@ def test_a_call_unlike_all_that_was_measured_comes_before_one_that_was(model: Ti
 
 
 def test_the_model_is_sure_of_ratios_that_were_measured_alone_and_believes_what_it_predicts(model: TimeModel) -> None:
-    groups = [portfolio_model.matrix([(problem(seq), FAST, H200), (problem(seq), SLOW, H200)]) for seq in (2048, 40)]
-    (mean, sure), (_, unsure) = model.believed(groups)
-    assert np.allclose(mean, model.predict(groups[0]))
+    (mean, sure), (_, unsure) = model.believed([(problem(seq), (FAST, SLOW)) for seq in (2048, 40)], H200)
+    times_us = model.times_us(problem(2048), (FAST, SLOW), H200)
+    assert mean[0] - mean[1] == pytest.approx(
+        math.log(times_us[FAST] / times_us[SLOW]), abs=10**-portfolio_model.DIGITS
+    )
     assert sure.shape == (2, 2)
     ratio = np.array([1.0, -1.0])  # of logarithms
     assert ratio @ sure @ ratio < 2 * portfolio_model.NOISE < ratio @ unsure @ ratio
@@ -105,8 +108,8 @@ def test_a_problem_that_is_slow_with_one_variant_is_slow_with_another_but_its_ne
         portfolio_model.Sample(
             problem=problem(seq), device=H200, variant=FAST, time_us=factor * seq**2 / 1e4, rough=False
         )
-        for seq, factor in zip(LENGTHS, (1.0, 1.0, 1.2, 1.0, 1.0), strict=True)
+        for seq, factor in zip(LENGTHS, (1.0, 1.0, 1.5, 1.0, 1.0), strict=True)
     ]
-    model = portfolio_model.fit(known)
+    model = TimeModel(known)
     slower = {seq: math.log(model.times_us(problem(seq), (SLOW,), H200)[SLOW]) for seq in (2048, 2049)}
     assert slower[2048] > slower[2049] + 0.01

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import drawn_calls
+import gaussian_process
 import numpy as np
 import portfolio_examples
 import portfolio_model
@@ -21,7 +22,9 @@ import portfolios
 import pytest
 import samples
 import variant_pool
+from gaussian_process import GaussianProcess
 from portfolio_examples import Example
+from portfolio_model import TimeModel
 from typer.testing import CliRunner
 
 from autoattn.cache import store
@@ -239,24 +242,25 @@ def test_what_rules_allow_and_no_measurement_has_is_taken_to_fail() -> None:
 
 
 def test_predictions_have_double_precision_though_the_factor_has_single(examples: list[Example]) -> None:
-    known = portfolio_model.Targets.of(list(samples_of(examples)) * 20)
+    known = portfolio_model.targets_of(list(samples_of(examples)) * 20)
     rng = np.random.default_rng(0)
-    shape = len(known.values), len(known.names)
+    shape = known.inputs.shape
     known = replace(known, inputs=rng.normal(size=shape), values=rng.normal(size=shape[0]))
-    model = portfolio_model.TimeModel(known, [0.2] * shape[1])  # far too smooth for such values: large weights
-    scaled = (known.inputs - known.inputs.mean(axis=0)) / known.inputs.std(axis=0) * 0.2 / portfolio_model.LENGTH_SCALE
+    process = GaussianProcess(known, [0.2] * shape[1])  # far too smooth for such values: large weights
+    scaled = (known.inputs - known.inputs.mean(axis=0)) / known.inputs.std(axis=0)
+    scaled *= 0.2 / gaussian_process.LENGTH_SCALE
     distance = math.sqrt(3.0) * np.sqrt(((scaled[:, None] - scaled) ** 2).sum(axis=2))
     covariance = (1.0 + distance) * np.exp(-distance)
     numbers = known.numbers()
-    noisy = covariance + np.diag(known.noise) + portfolio_model.IN_COMMON * (numbers[:, None] == numbers)
+    noisy = covariance + np.diag(known.noise) + gaussian_process.IN_COMMON * (numbers[:, None] == numbers)
     mean = known.values.mean()
     exact = mean + covariance @ np.linalg.solve(noisy, known.values - mean)
-    np.testing.assert_allclose(model.predict(known.inputs), exact, atol=1e-6)
+    np.testing.assert_allclose(process.predict(known.inputs), exact, atol=1e-6)
 
 
 @pytest.mark.exhaustive  # each process takes seconds to start
 def test_processes_predict_what_one_does(examples: list[Example], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = portfolio_model.fit(list(samples_of(examples)))
+    model = TimeModel(samples_of(examples))
     drawn = [problem_of(rows, head_dim) for rows in (1, 100, 3000) for head_dim in (64, 60, 64)]
     alone = portfolio_predictions.of(model, [SHORT, LONG], drawn, H200)
     monkeypatch.setattr(portfolio_predictions, "CHUNK", 2)
@@ -268,7 +272,7 @@ def test_processes_predict_what_one_does(examples: list[Example], monkeypatch: p
 def test_candidates_begin_with_what_a_call_runs_today_and_go_on_with_what_is_expected_to_be_the_fastest(
     examples: list[Example],
 ) -> None:
-    model, problem = portfolio_model.fit(list(samples_of(examples))), problem_of(700)
+    model, problem = TimeModel(samples_of(examples)), problem_of(700)
     (candidates,) = portfolio_predictions.candidates(model, [SHORT, LONG], [problem], H200)
     assert candidates[0] == portfolio.starters_for(problem, H200)[0]
     assert len(candidates) == portfolio_predictions.SHORT_CANDIDATES
@@ -279,7 +283,7 @@ def test_candidates_begin_with_what_a_call_runs_today_and_go_on_with_what_is_exp
 
 
 def test_a_model_goes_to_other_processes_without_what_only_its_errors_need(examples: list[Example]) -> None:
-    model = portfolio_model.fit(list(samples_of(examples)) * 10)
+    model = TimeModel(list(samples_of(examples)) * 10, with_errors=True)
     sent = pickle.dumps(model)
     factor_bytes = 4 * (10 * 2 * len(examples)) ** 2
     assert len(sent) < factor_bytes / 2
@@ -287,8 +291,18 @@ def test_a_model_goes_to_other_processes_without_what_only_its_errors_need(examp
     assert pickle.loads(sent).times_us(*case) == model.times_us(*case)
 
 
+def test_times_of_one_size_of_elements_say_nothing_of_another(examples: list[Example]) -> None:
+    wide = [replace(each, problem=replace(each.problem, dtype=DType.FLOAT32)) for each in examples]
+    swapped = [replace(each, times_us={SHORT: each.times_us[LONG], LONG: each.times_us[SHORT]}) for each in wide]
+    both = TimeModel(samples_of([*examples, *swapped]))
+    case = problem_of(700), [SHORT, LONG], H200
+    assert both.times_us(*case) == TimeModel(samples_of(examples)).times_us(*case)
+    wide_case = replace(problem_of(1500), dtype=DType.FLOAT32), [SHORT, LONG], H200
+    assert both.times_us(*wide_case)[SHORT] < both.times_us(*wide_case)[LONG]
+
+
 def test_the_model_tells_variants_apart_on_sizes_that_it_has_not_seen(examples: list[Example]) -> None:
-    model = portfolio_model.fit(list(samples_of(examples)))
+    model = TimeModel(samples_of(examples))
     few, many = (model.times_us(problem_of(rows), [SHORT, LONG], H200) for rows in (3, 1500))
     assert few[SHORT] < few[LONG]
     assert many[LONG] < many[SHORT]
