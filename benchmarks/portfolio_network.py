@@ -57,6 +57,10 @@ LET = {
     "rows_used": "rows / (64 * -(-rows // 64))",
     "shared_rows_used": "shared_rows / (64 * -(-shared_rows // 64))",
     "tiles_apart": "group_size * -(-rows // 64) / -(-shared_rows // 64)",
+    # The share of the rows that hold a query where so many heads share a tile
+    "pairs_used": "group_size / (2 * -(-group_size // 2))",
+    "fours_used": "group_size / (4 * -(-group_size // 4))",
+    "eights_used": "group_size / (8 * -(-group_size // 8))",
     # Keys that the tiles of an SM walk over, and the share of a sequence's keys that a query sees
     "keys_walked": "tiles * keys_per_row",
     "shared_keys_walked": "shared_tiles * keys_per_row",
@@ -68,7 +72,7 @@ INPUTS = (
     "element_bytes", "ieee", "tf32", "head", "split", "rows", "keys_per_row", "group_size", "sides", "sequence_tiles",
     "key_heads", "shared_rows", "tiles", "half_tiles", "shared_tiles", "last_turn", "last_half_turn",
     "last_shared_turn", "last_wide_turn", "half_rows", "wide_rows", "rows_used", "shared_rows_used", "tiles_apart",
-    "keys_walked", "shared_keys_walked", "keys_seen",
+    "pairs_used", "fours_used", "eights_used", "keys_walked", "shared_keys_walked", "keys_seen",
 )  # fmt: skip
 # What is left to the templates' seeds: cards with other products, which nobody measured, and 16 bits beside a bias of
 # pairs, or a score_mod that reads a tensor once a pair, with many rows. Most variants cannot run there, and the others
@@ -76,7 +80,7 @@ INPUTS = (
 LEFT_OUT = "not wgmma or (bias_of_pairs or reads_pairs) and element_bytes < 4 and shared_rows >= 80"
 
 HIDDEN = (128, 128)  # units
-EPOCHS = 100
+EPOCHS = 150
 BATCH = 512  # examples of a step
 RATE = 0.004  # of a step at most; it grows over the first tenth of all steps, then shrinks
 DECAY = 0.0001  # of the weights, in a step of rate 1

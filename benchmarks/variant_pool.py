@@ -74,7 +74,7 @@ MOST_PROGRAMS_AN_SM = 2  # of tiles of more rows that more than four programs sh
 MOST_SEEDS = 8  # of a template
 FAR = 1.5  # times the best: screening looks no further
 LEAST_GAIN = 0.0005  # of one more variant in a cover: what it saves of the time, in the mean of the problems
-LEAST_EXPECTED_GAIN = 0.00025  # where a model expects times: it sees what a variant saves where nobody measured it
+LEAST_EXPECTED_GAIN = 0.00006  # where a model expects times: it sees what a variant saves where nobody measured it
 FEWEST_WINS = 2  # of a variant that may cover others
 NEAR_WINNERS = 12  # of each family: winners of the problems that are most alike
 
