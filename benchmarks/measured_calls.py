@@ -131,10 +131,10 @@ class Staged:
         while len(self._active) < AT_ONCE and passed < self._seconds:
             idle = not (self._compiling or self._coming)
             ready = self._long or (self._short if idle else None)
-            subject = self._next(ready) if ready else None
-            if subject is None:
+            first = self._next(ready) if ready else None
+            if first is None:
                 return
-            self._active.append((subject, subject.steps(shop)))
+            self._active.append((first, first.steps(shop)))
 
     def _next(self, ready: deque[Subject]) -> Subject | None:
         """Takes the first that has room beside those that are measured; anything has room alone."""

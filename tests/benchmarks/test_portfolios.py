@@ -245,7 +245,7 @@ def test_predictions_have_double_precision_though_the_factor_has_single(examples
     known = portfolio_model.targets_of(list(samples_of(examples)) * 20)
     rng = np.random.default_rng(0)
     shape = known.inputs.shape
-    known = replace(known, inputs=rng.normal(size=shape), values=rng.normal(size=shape[0]))
+    known = replace(known, inputs=rng.normal(size=shape), values=rng.normal(size=shape[:1]))
     process = GaussianProcess(known, [0.2] * shape[1])  # far too smooth for such values: large weights
     scaled = (known.inputs - known.inputs.mean(axis=0)) / known.inputs.std(axis=0)
     scaled *= 0.2 / gaussian_process.LENGTH_SCALE
