@@ -131,12 +131,12 @@ class Staged:
         while len(self._active) < AT_ONCE and passed < self._seconds:
             idle = not (self._compiling or self._coming)
             ready = self._long or (self._short if idle else None)
-            first = self._next(ready) if ready else None
+            first = self._take_first(ready) if ready else None
             if first is None:
                 return
             self._active.append((first, first.steps(shop)))
 
-    def _next(self, ready: deque[Subject]) -> Subject | None:
+    def _take_first(self, ready: deque[Subject]) -> Subject | None:
         """Takes the first that has room beside those that are measured; anything has room alone."""
         room = MOST_BYTES - sum(subject.problem.bytes() for subject, _ in self._active)
         for subject in ready:
