@@ -252,11 +252,8 @@ class TimeModel:
 
     def believed(self, calls: Sequence[tuple[Problem, Sequence[Variant]]], device: Device) -> list[tuple[Array, Array]]:
         """For each problem its variants' targets, [variants], and how errors go together, [variants, variants]."""
-        places = defaultdict[str, list[int]](list)
-        for place, (problem, _) in enumerate(calls):
-            places[size_name(problem)].append(place)
-        beliefs: dict[int, tuple[Array, Array]] = {}
-        for size, some in places.items():
-            groups = [matrix((calls[place][0], variant, device) for variant in calls[place][1]) for place in some]
-            beliefs |= zip(some, self._processes[size].believed(groups), strict=True)
-        return [beliefs[place] for place in range(len(calls))]
+        groups = defaultdict[str, list[Array]](list)
+        for problem, variants in calls:
+            groups[size_name(problem)].append(matrix((problem, variant, device) for variant in variants))
+        beliefs = {size: self._processes[size].believed(some) for size, some in groups.items()}
+        return [next(beliefs[size_name(problem)]) for problem, _ in calls]

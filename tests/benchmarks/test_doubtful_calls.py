@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import doubtful_calls
@@ -13,6 +14,7 @@ import portfolios
 import pytest
 import samples
 from doubtful_calls import Call
+from gaussian_process import GaussianProcess
 from portfolio_model import TimeModel
 from typer.testing import CliRunner
 
@@ -30,19 +32,19 @@ def problem(seq: int, heads: int = 8) -> Problem:
     return samples.problem(batch=2, heads_q=heads, heads_kv=heads, seq_q=seq, seq_kv=seq, dtype=DType.FLOAT16)
 
 
+KNOWN = [
+    portfolio_model.Sample(
+        problem=problem(seq), device=H200, variant=variant, time_us=factor * seq**2 / 1e4, rough=False
+    )
+    for seq in LENGTHS
+    for variant, factor in ((FAST, 1.0), (SLOW, 2.0))
+]
+
+
 @pytest.fixture(scope="module")
 def model() -> TimeModel:
     """One variant took half the other's time on all measured problems."""
-    return TimeModel(
-        [
-            portfolio_model.Sample(
-                problem=problem(seq), device=H200, variant=variant, time_us=factor * seq**2 / 1e4, rough=False
-            )
-            for seq in LENGTHS
-            for variant, factor in ((FAST, 1.0), (SLOW, 2.0))
-        ],
-        with_errors=True,
-    )
+    return TimeModel(KNOWN, with_errors=True)
 
 
 def test_a_choice_that_was_measured_to_be_slow_is_expected_to_lose_as_much(model: TimeModel) -> None:
@@ -62,13 +64,27 @@ def test_a_call_unlike_all_that_was_measured_comes_before_one_that_was(model: Ti
 
 def test_the_model_is_sure_of_ratios_that_were_measured_alone_and_believes_what_it_predicts(model: TimeModel) -> None:
     (mean, sure), (_, unsure) = model.believed([(problem(seq), (FAST, SLOW)) for seq in (2048, 40)], H200)
-    times_us = model.times_us(problem(2048), (FAST, SLOW), H200)
-    assert mean[0] - mean[1] == pytest.approx(
-        math.log(times_us[FAST] / times_us[SLOW]), abs=10**-portfolio_model.DIGITS
-    )
+    process = GaussianProcess(portfolio_model.targets_of(KNOWN), portfolio_model.weights_of(KNOWN))
+    inputs = portfolio_model.matrix([(problem(2048), FAST, H200), (problem(2048), SLOW, H200)])
+    assert np.allclose(mean, process.predict(inputs))
     assert sure.shape == (2, 2)
     ratio = np.array([1.0, -1.0])  # of logarithms
     assert ratio @ sure @ ratio < 2 * portfolio_model.NOISE < ratio @ unsure @ ratio
+
+
+def test_calls_of_both_sizes_of_elements_have_their_own_beliefs_in_their_order() -> None:
+    wide = [
+        replace(each, problem=replace(each.problem, dtype=DType.FLOAT32), time_us=3 * each.time_us) for each in KNOWN
+    ]
+    model = TimeModel([*KNOWN, *wide], with_errors=True)
+    calls = [
+        (replace(problem(seq), dtype=dtype), (FAST, SLOW)) for seq in (2048, 40) for dtype in DType if dtype.bytes > 1
+    ]
+    together = model.believed(calls, H200)
+    for call, (mean, errors) in zip(calls, together, strict=True):
+        ((mean_alone, errors_alone),) = model.believed([call], H200)
+        np.testing.assert_allclose(mean, mean_alone)
+        np.testing.assert_allclose(errors, errors_alone, atol=1e-5)
 
 
 def test_few_calls_of_a_kind_of_kernel_are_chosen_those_first_that_lose_most() -> None:
