@@ -1,11 +1,11 @@
-"""How far a prediction must beat the default's to be taken: `python benchmarks/taken_predictions.py [--write]`.
+"""Says whether predictions that beat a portfolio's choice make calls faster: `python benchmarks/taken_predictions.py`.
 
-Needs no GPU, and takes half an hour. The problems are those of finalists.py, with the times that an H100 or an H200
-measured. The default of each is the choice of a portfolio that does not know it (near_limit.py). What `tune --device`
-would take is the best prediction that beats the default's by a margin, if there is one. Each row of a table is a
-margin, in errors that the model is known to make: how much slower than the best variant the calls are then, and how
-often what was taken is slower than the default. What is asked for is `ERRORS_OF_MEASURED` of
-`predicted_ranking`; in float32 nothing is taken.
+Needs no GPU, and takes half an hour; --write keeps the page. The problems are those of finalists.py, with the times
+that an H100 or an H200 measured. The default of each is the choice of a portfolio that does not know it
+(near_limit.py). What would be taken is the best prediction that beats the default's by a margin, if there is one. Each
+row of a table is a margin, in errors that the model is known to make: how much slower than the best variant the calls
+are then, and how often what was taken is slower than the default. `tune --device` takes none where a portfolio chose
+the default (docs/decisions/predicted-entries.md).
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ interpreter. Where the interpreter itself fails, nobody knows whether the number
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -24,10 +23,6 @@ CANDIDATES = 5  # runners-up that an entry keeps
 # A variant that did well on another card for the same kind of problem is believed to be this much faster than the model
 # says: the model is off by as much for a single variant (docs/model.md), and good tiles travel.
 ELSEWHERE = 0.9
-# By how many of the model's errors a prediction must be better than a default that a portfolio of measured times chose.
-# Of many variants, the best prediction errs by more than most do (benchmarks/taken_predictions.py). In float32 none is
-# enough: all three that drawn calls took, by two and three errors, were slower (docs/decisions/predicted-entries.md).
-ERRORS_OF_MEASURED, ERRORS_OF_MEASURED_FLOAT32 = 2.0, math.inf
 REHEARSED = "rehearsed in an interpreter"
 
 Rehearse = Callable[[Sequence[Variant]], Sequence[Verdict | Failure]]
@@ -58,7 +53,9 @@ def rank(
     """The winner and its runners-up, or in words why there is no winner.
 
     The default stays the winner unless the prediction of another one is better by more than the model may err: what
-    nobody measured must not make a call slower.
+    nobody measured must not make a call slower. A default that a portfolio chose by measured times stays in any case,
+    if it is among the variants whose numbers may be right: the portfolio errs less than this model
+    (docs/decisions/predicted-entries.md).
 
     Args:
         working: trials with a prediction.
@@ -99,9 +96,7 @@ def rank(
         return f"none of {len(rejected)} variants passed an interpreter; {count} ended with {reason}"
     eligible.sort(key=lambda trial: (_believed_us(trial, elsewhere), trial.digest))
     kept = (passed | unknown).get(default)  # a call without an entry runs it, whether or not it could be rehearsed
-    of_measured = ERRORS_OF_MEASURED_FLOAT32 if dtype is DType.FLOAT32 else ERRORS_OF_MEASURED
-    errors = of_measured if default_is_measured else 1.0
-    if kept is not None and not _beats(eligible[0], kept, errors, arch, dtype):
+    if kept is not None and (default_is_measured or not _beats(eligible[0], kept, arch, dtype)):
         eligible = [kept, *(trial for trial in eligible if trial is not kept)]
     return Ranking(trials=tuple(eligible), checks=checks, rejected=rejected)
 
@@ -111,12 +106,12 @@ def _believed_us(trial: Trial, elsewhere: Set[Variant]) -> float:
     return trial.prediction.time_us * (ELSEWHERE if trial.variant in elsewhere else 1.0)
 
 
-def _beats(trial: Trial, default: Trial, errors: float, arch: int, dtype: DType) -> bool:
-    """Whether a prediction is better than the default's by more than so many errors of the model."""
+def _beats(trial: Trial, default: Trial, arch: int, dtype: DType) -> bool:
+    """Whether a prediction is better than the default's by more than the model's error."""
     assert trial.prediction is not None
     assert default.prediction is not None
     templates = {side.variant.template for side in (trial, default)}
-    margin = errors * accuracy.error_between(templates, arch, dtype)
+    margin = accuracy.error_between(templates, arch, dtype)
     return trial.prediction.time_us * (1.0 + margin) < default.prediction.time_us
 
 
