@@ -23,7 +23,7 @@ from gaussian_process import Array, GaussianProcess, Targets
 from autoattn.core import roofline
 from autoattn.core.device import Device
 from autoattn.core.key_cache import PART_GROUP
-from autoattn.core.problem import Precision, Problem
+from autoattn.core.problem import DType, Layout, Precision, Problem
 from autoattn.core.tile_widths import padded, pieces
 from autoattn.core.variant import Value, Variant
 from autoattn.cost_model import tile_schedule
@@ -152,12 +152,14 @@ def features(problem: Problem, variant: Variant, device: Device) -> dict[str, fl
         "bytes_over_least": work.bytes_read / problem.bytes(),
         "l2_over_least": work.bytes_read / L2_BYTES_PER_US / max(least_us, 0.1),
         "l2_us": 2.0 + work.bytes_read / L2_BYTES_PER_US, "rows_used": work.rows_used, "added": work.added,
-        "full_waves": max(1.0, waves), "element_bytes": problem.dtype.bytes,
+        "full_waves": max(1.0, waves), "element_bytes": problem.dtype.bytes, "head_dim": problem.head_dim,
+        "batch": problem.batch,
     }  # fmt: skip
     flags: dict[str, float] = {
         "wave_begun": min(waves, 1.0), "ieee": problem.precision is Precision.IEEE,
         "tf32x3": problem.precision is Precision.TF32X3, "left": problem.mask.bounded_left,
         "right": problem.mask.bounded_right, "gluon": variant.template.startswith("gluon"),
+        "bshd": problem.layout is Layout.BSHD, "float16": problem.dtype is DType.FLOAT16,
         "grouped_heads": int(params.get("HEAD_GROUP", 1)) > 1,
     }  # fmt: skip
     flags |= {f"{name}={value}": params.get(name) == value for name, values in CHOICES for value in values}

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 from portfolio_examples import Example
 
 from autoattn.codegen import cost_network, portfolio
@@ -52,10 +53,13 @@ LET = {
     "last_wide_turn": "wide_turns / wide_tiles",
     "half_rows": "0.5 * half_turns / turns",
     "wide_rows": "1.5 * wide_turns / turns",
-    # The share of the rows of tiles of 64 that hold a query, of one head and of heads that share a tile, and how many
-    # tiles heads apart have for one of theirs
+    # The share of the rows of tiles of 64 that hold a query, of one head and of heads that share a tile; the same of
+    # tiles of 128 and of 192; and how many tiles heads apart have for one of theirs
     "rows_used": "rows / (64 * -(-rows // 64))",
     "shared_rows_used": "shared_rows / (64 * -(-shared_rows // 64))",
+    "full_rows_used": "rows / (128 * -(-rows // 128))",
+    "shared_full_rows_used": "shared_rows / (128 * -(-shared_rows // 128))",
+    "wide_rows_used": "rows / (192 * -(-rows // 192))",
     "tiles_apart": "group_size * -(-rows // 64) / -(-shared_rows // 64)",
     # The share of the rows that hold a query where so many heads share a tile
     "pairs_used": "group_size / (2 * -(-group_size // 2))",
@@ -65,6 +69,9 @@ LET = {
     "keys_walked": "tiles * keys_per_row",
     "shared_keys_walked": "shared_tiles * keys_per_row",
     "keys_seen": "keys_per_row / seq_kv",
+    # The share of a sequence's blocks of 64 and of 128 keys that holds keys
+    "keys_used": "seq_kv / (64 * -(-seq_kv // 64))",
+    "wide_keys_used": "seq_kv / (128 * -(-seq_kv // 128))",
 }
 RULES = {name: Rule(text) for name, text in LET.items()}
 # Of these and of the facts that search spaces know, the inputs of the network.
@@ -72,7 +79,8 @@ INPUTS = (
     "element_bytes", "ieee", "tf32", "head", "split", "rows", "keys_per_row", "group_size", "sides", "sequence_tiles",
     "key_heads", "shared_rows", "tiles", "half_tiles", "shared_tiles", "last_turn", "last_half_turn",
     "last_shared_turn", "last_wide_turn", "half_rows", "wide_rows", "rows_used", "shared_rows_used", "tiles_apart",
-    "pairs_used", "fours_used", "eights_used", "keys_walked", "shared_keys_walked", "keys_seen",
+    "pairs_used", "fours_used", "eights_used", "keys_walked", "shared_keys_walked", "keys_seen", "full_rows_used",
+    "wide_rows_used", "shared_full_rows_used", "keys_used", "wide_keys_used", "head_dim", "batch",
 )  # fmt: skip
 # What is left to the templates' seeds: cards with other products, which nobody measured, and 16 bits beside a bias of
 # pairs, or a score_mod that reads a tensor once a pair, with many rows. Most variants cannot run there, and the others
@@ -80,13 +88,14 @@ INPUTS = (
 LEFT_OUT = "not wgmma or (bias_of_pairs or reads_pairs) and element_bytes < 4 and shared_rows >= 80"
 
 HIDDEN = (128, 128)  # units
-EPOCHS = 150
+EPOCHS = 100
 BATCH = 512  # examples of a step
 RATE = 0.004  # of a step at most; it grows over the first tenth of all steps, then shrinks
 DECAY = 0.0001  # of the weights, in a step of rate 1
 MEAN, SQUARES = 0.9, 0.999  # of what is kept of the gradient's moments: Adam (Kingma and Ba, arXiv:1412.6980)
 FAR = 0.7  # a cost that is not told from higher ones: twice the best time
 NEAR = 0.15  # a cost whose error counts a quarter of one of the best variant
+SOFTNESS = 0.02  # a variant that is expected to cost so much more than another has a sixteenth of its share in a choice
 BITS = 21  # of a factor: a product has 42, and a sum of 2048 of them the 53 of a double
 DIGITS = 5  # of a weight in the file
 
@@ -190,11 +199,12 @@ class _Training:
         self._forgotten = 1.0, 1.0  # what is left of the moments that training began with, which are 0
 
     def step(self, inputs: Array, costs: Array, counts: Array, rate: float) -> None:
-        """One step of Adam, by the squared errors of a batch of examples."""
+        """One step of Adam, by a batch of examples: by their squared errors and by what their choices cost."""
         activations = [inputs]
         for layer in self.layers[:-1]:
             activations.append(_with_ones(np.maximum(exact_product(activations[-1], layer), 0.0)))
-        error = counts * (exact_product(activations[-1], self.layers[-1]) - costs) / len(inputs)
+        expected = exact_product(activations[-1], self.layers[-1])
+        error = (counts * (expected - costs) + choice_gradient(expected, costs, counts > 0.0)) / len(inputs)
         gradients = []
         for layer, factor in zip(reversed(self.layers), reversed(activations), strict=True):
             gradients.append(exact_product(factor.T, error))
@@ -208,6 +218,25 @@ class _Training:
             square += (1.0 - SQUARES) * (gradient * gradient - square)
             unbiased = square / (1.0 - self._forgotten[1])
             layer -= rate * (mean / (1.0 - self._forgotten[0]) / (np.sqrt(unbiased) + 1e-10) + DECAY * layer)
+
+
+def choice_gradient(expected: Array, costs: Array, able: npt.NDArray[np.bool_]) -> Array:
+    """By how much what a choice costs grows with each expected cost: [examples, variants].
+
+    Squared errors spend a network on variants that nobody would choose. What counts is the cost of the variant that is
+    expected to cost the least, but that changes in steps, without a gradient. So each variant that can run has a share
+    in the choice: (1 + what it is expected to cost beyond the least / SOFTNESS)^-4, over the sum of these.
+    """
+    beyond = np.where(able, expected, np.inf)
+    beyond = np.where(able, beyond - beyond.min(axis=1, keepdims=True), 0.0)
+    distance = 1.0 + beyond / SOFTNESS
+    squares = distance * distance
+    shares = able / (squares * squares)
+    ones = np.ones((costs.shape[1], 1))
+    total = exact_product(shares, ones)
+    mean = exact_product(shares * costs, ones) / total
+    gradient: Array = (mean - costs) * (4.0 / SOFTNESS) * shares / distance / total
+    return gradient
 
 
 def _with_ones(matrix: Array) -> Array:

@@ -142,6 +142,21 @@ def test_the_same_weights_come_of_sums_in_another_order(
         np.testing.assert_array_equal(layer, same)
 
 
+def test_a_choice_costs_more_as_better_variants_are_expected_to_be_slower() -> None:
+    expected, costs = np.array([[0.01, 0.0, 0.04, 0.0]]), np.array([[0.0, 0.05, 0.2, 0.7]])
+    able = np.array([[True, True, True, False]])
+
+    def cost(column: int, change: float) -> float:
+        beyond = expected[0, :3] + np.where(np.arange(3) == column, change, 0.0)  # the second is the least
+        shares = (1.0 + beyond / portfolio_network.SOFTNESS) ** -4
+        return float(shares @ costs[0, :3] / shares.sum())
+
+    gradient = portfolio_network.choice_gradient(expected, costs, able)
+    slopes = [(cost(column, 1e-6) - cost(column, -1e-6)) / 2e-6 for column in range(3)]
+    assert gradient[0] == pytest.approx([*slopes, 0.0], rel=1e-4)
+    assert gradient[0, 0] > 0.0 > gradient[0, 1]
+
+
 def test_what_is_derived_is_what_calls_run(
     examples: list[Example], derived: Portfolio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
