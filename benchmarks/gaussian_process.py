@@ -92,7 +92,7 @@ class GaussianProcess:
 
         On a GPU where there is one, which factors in seconds what two cores take ten minutes for.
         """
-        place, count = "cuda" if torch.cuda.is_available() else "cpu", len(known.noise)
+        place, count = device_of_matrices(), len(known.noise)
         covariance = torch.empty((count, count), dtype=torch.float32, device=place)
         for rows, exact in self._covariances(known):
             covariance[rows] = torch.from_numpy(exact).to(place, torch.float32)
@@ -133,6 +133,11 @@ class GaussianProcess:
     def _scaled(self, inputs: Array) -> Array:
         scaled: Array = (inputs - self._mean) / (self._deviation * LENGTH_SCALE)
         return scaled
+
+
+def device_of_matrices() -> str:
+    """Where covariances of many samples are factored: on a GPU where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _solved(factor: torch.Tensor, right: Array) -> Array:

@@ -227,8 +227,8 @@ def choice_gradient(expected: Array, costs: Array, able: npt.NDArray[np.bool_]) 
     expected to cost the least, but that changes in steps, without a gradient. So each variant that can run has a share
     in the choice: (1 + what it is expected to cost beyond the least / SOFTNESS)^-4, over the sum of these.
     """
-    beyond = np.where(able, expected, np.inf)
-    beyond = np.where(able, beyond - beyond.min(axis=1, keepdims=True), 0.0)
+    least = np.where(able, expected, np.inf).min(axis=1, keepdims=True)
+    beyond = np.where(able, expected - least, 0.0)
     distance = 1.0 + beyond / SOFTNESS
     squares = distance * distance
     shares = able / (squares * squares)

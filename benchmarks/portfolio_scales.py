@@ -23,7 +23,7 @@ RATE = 0.06  # of the first step; it falls to 0
 def fit(samples: Sequence[Sample], seed: int = 0) -> dict[str, float]:
     """The weight of each feature for samples of one size of elements, rounded."""
     known = portfolio_model.targets_of(samples)
-    place = "cuda" if torch.cuda.is_available() else "cpu"
+    place = gaussian_process.device_of_matrices()
     deviation = known.inputs.std(axis=0) + 1e-9
     inputs = torch.from_numpy((known.inputs - known.inputs.mean(axis=0)) / deviation).to(place)
     targets = torch.from_numpy(known.values - known.values.mean()).to(place)

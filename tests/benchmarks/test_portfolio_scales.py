@@ -40,6 +40,7 @@ def samples_by_stages() -> list[Sample]:
 
 
 def test_what_decides_times_counts_more_than_what_does_not() -> None:
-    weights = portfolio_scales.fit(samples_by_stages())
-    assert list(weights) == portfolio_model.feature_names(samples_by_stages())
+    known = samples_by_stages()
+    weights = portfolio_scales.fit(known)
+    assert list(weights) == portfolio_model.feature_names(known)
     assert weights["stages"] > 4 * max(weights["warps"], weights["bshd"], weights["float16"]), weights

@@ -32,6 +32,11 @@ def right(variants: Sequence[Variant]) -> list[Verdict | Failure]:
     return [RIGHT for _ in variants]
 
 
+def right_but_for(variant: Variant, result: Failure) -> predicted_ranking.Rehearse:
+    """Rehearsals that end so for one variant, and well for all others."""
+    return lambda variants: [result if each == variant else RIGHT for each in variants]
+
+
 def ranked(*working: Trial, **changes: Any) -> Ranking:
     facts: dict[str, Any] = {
         "arch": 90, "dtype": PROBLEM.dtype, "default": GLUON[0], "default_is_measured": False, "elsewhere": set(),
@@ -74,21 +79,15 @@ def test_a_portfolios_choice_stays_whatever_is_predicted_unless_its_numbers_are_
     facts: dict[str, Any] = {"dtype": dtype, "default": TRITON[0]}
     assert ranked(default, fast, default_is_measured=True, **facts).trials == (default, fast)
     assert ranked(default, fast, default_is_measured=False, **facts).trials[0] is fast
-    wrong = Failure(outcome=Outcome.WRONG_RESULT, detail="wrong")
-
-    def rehearse(variants: Sequence[Variant]) -> list[Verdict | Failure]:
-        return [wrong if variant == TRITON[0] else RIGHT for variant in variants]
-
-    assert ranked(default, fast, default_is_measured=True, rehearse=rehearse, **facts).trials == (fast,)
+    wrong = right_but_for(TRITON[0], Failure(outcome=Outcome.WRONG_RESULT, detail="wrong"))
+    assert ranked(default, fast, default_is_measured=True, rehearse=wrong, **facts).trials == (fast,)
 
 
 def test_a_default_in_gluon_is_rehearsed_and_makes_way_where_it_deadlocks() -> None:
     default, other = trial(GLUON[0], 50.0), trial(TRITON[0], 100.0)
     assert ranked(default, other).checks[GLUON[0]] == predicted_ranking.REHEARSED
     stuck = Failure(outcome=Outcome.WRONG_RESULT, detail="deadlock: produce waits for phase 0 of key_free[0]")
-    ranking = ranked(
-        default, other, rehearse=lambda variants: [stuck if variant == GLUON[0] else RIGHT for variant in variants]
-    )
+    ranking = ranked(default, other, rehearse=right_but_for(GLUON[0], stuck))
     assert [winner.variant for winner in ranking.trials] == [TRITON[0]]
     assert ranking.rejected[GLUON[0]] == (Outcome.WRONG_RESULT, stuck.detail)
 
@@ -103,7 +102,7 @@ def test_a_default_that_nothing_could_rehearse_stays_where_the_others_are_slower
         trial(TRITON[0], 100.0),
         trial(TRITON[1], 120.0),
         default=TRITON[0],
-        rehearse=lambda variants: [crash if variant == TRITON[0] else RIGHT for variant in variants],
+        rehearse=right_but_for(TRITON[0], crash),
     )
     assert ranking.trials[0].variant == TRITON[0]
 
