@@ -13,7 +13,7 @@ import torch
 Array: TypeAlias = npt.NDArray[np.float64]
 LENGTH_SCALE = 14.0  # of the kernel, in standard deviations of the features, which each have a weight of their own
 IN_COMMON = 0.003  # variance of what all values of an owner have in common
-ROWS_AT_ONCE = 1024  # of the covariance of all samples
+TILE = 512  # rows and columns of the samples' covariance at once, which stay in a core's cache
 MOST_RESIDUAL = 1e-9  # of the samples' values, when their weights are exact enough
 MOST_STEPS = 50  # of conjugate gradients towards these
 SAMPLES_AT_ONCE = 512  # of a prediction, so that their covariances stay in a core's cache
@@ -93,21 +93,32 @@ class GaussianProcess:
         On a GPU where there is one, which factors in seconds what two cores take ten minutes for.
         """
         place, count = device_of_matrices(), len(known.noise)
+        numbers = known.numbers()
         covariance = torch.empty((count, count), dtype=torch.float32, device=place)
-        for rows, exact in self._covariances(known):
-            covariance[rows] = torch.from_numpy(exact).to(place, torch.float32)
-        columns = covariance.mT  # LAPACK factors columns where they lie; the matrix is symmetric
+        for rows, others, tile in self._tiles():
+            tile += IN_COMMON * (numbers[rows, None] == numbers[others])
+            covariance[rows, others] = torch.from_numpy(tile).to(place, torch.float32)
+        covariance.diagonal().add_(torch.from_numpy(known.noise).to(place, torch.float32))
+        columns = covariance.mT  # LAPACK factors columns where they lie; of the matrix it reads this half alone
         return torch.linalg.cholesky(columns, out=columns)
 
-    def _covariances(self, known: Targets) -> Iterator[tuple[slice, Array]]:
-        """Rows of the samples' covariance, in double precision."""
+    def _tiles(self) -> Iterator[tuple[slice, slice, Array]]:
+        """The upper half of the samples' covariance, without noise and owners: rows, columns, and their values."""
+        places = [slice(begin, begin + TILE) for begin in range(0, self._columns.shape[1], TILE)]
+        for number, rows in enumerate(places):
+            left = _rows(self._columns[:-2, rows].T)
+            for others in places[number:]:
+                yield rows, others, _covariance(left, self._columns[:, others])
+
+    def _image(self, known: Targets, vector: Array) -> Array:
+        """The samples' covariance times a vector, in double precision: [samples]."""
         numbers = known.numbers()
-        for begin in range(0, len(numbers), ROWS_AT_ONCE):
-            rows = slice(begin, begin + ROWS_AT_ONCE)
-            covariance = _covariance(_rows(self._scaled(known.inputs[rows])), self._columns)
-            covariance += IN_COMMON * (numbers[rows, None] == numbers)
-            covariance[np.arange(len(covariance)), begin + np.arange(len(covariance))] += known.noise[rows]
-            yield rows, covariance
+        image: Array = known.noise * vector + IN_COMMON * np.bincount(numbers, weights=vector)[numbers]
+        for rows, others, tile in self._tiles():
+            image[rows] += tile @ vector[others]
+            if rows != others:
+                image[others] += vector[rows] @ tile
+        return image
 
     def _weighted(self, known: Targets, factor: torch.Tensor) -> Array:
         """What the samples' covariance takes to their values, in double precision: [samples].
@@ -119,7 +130,7 @@ class GaussianProcess:
         weights, solved = np.zeros_like(residual), _solved(factor, residual[:, None])[:, 0]
         direction, product = solved, residual @ solved
         for _ in range(MOST_STEPS):
-            image = np.concatenate([covariance @ direction for _, covariance in self._covariances(known)])
+            image = self._image(known, direction)
             step = product / (direction @ image)
             weights += step * direction
             residual = residual - step * image

@@ -8,6 +8,7 @@ learns from many drawn problems whose times are predicted comes near the model (
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import defaultdict
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from gaussian_process import Array, GaussianProcess, Targets
 
 from autoattn.core import roofline
@@ -53,58 +55,82 @@ DIGITS = 2  # of the logarithm of a predicted time
 ROUGH = 3  # times as much of a screened one
 
 
+class Kernels:
+    """What the names of variants say of them, each [variants]."""
+
+    def __init__(self, variants: Sequence[Variant]) -> None:
+        self._params = [variant.as_dict() for variant in variants]
+        self.gluon = np.array([variant.template.startswith("gluon") for variant in variants])
+        self.rows, self.keys = self.sizes("BLOCK_M"), self.sizes("BLOCK_N")  # of a tile
+        self.splits = self.sizes("SPLITS", 1)
+        # Where the parameters do not say, a few beside those of 16 rows each
+        self.warps = np.where(self.have("num_warps", None), self.rows // 16 + 4, self.sizes("num_warps", 1))
+
+    def sizes(self, name: str, default: int = 0) -> npt.NDArray[np.int64]:
+        """A parameter; `default` of those that do not have it."""
+        return np.array([params.get(name, default) for params in self._params], dtype=np.int64)
+
+    def have(self, name: str, value: Value | None) -> npt.NDArray[np.bool_]:
+        """Whether a parameter has a value."""
+        return np.array([params.get(name) == value for params in self._params])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a variant makes a card do for a problem."""
+    """What variants make a card do for a problem, each [variants]."""
 
-    tiles: int
-    programs: int
-    slots: int  # programs that run at once
-    passes: float  # over blocks of keys, of all tiles
-    longest: float  # passes of the longest program
-    masked: float  # share of the passes
-    bytes_read: float  # keys and values, by all passes
-    products: float  # of a pass, in flops
-    rows_used: float  # share of the tiles' rows
-    added: float  # numbers of what others left that the last program of a tile reads
+    tiles: Array
+    programs: Array
+    slots: Array  # programs that run at once
+    passes: Array  # over blocks of keys, of all tiles
+    longest: Array  # passes of the longest program
+    masked: Array  # share of the passes
+    bytes_read: Array  # keys and values, by all passes
+    products: Array  # of a pass, in flops
+    rows_used: Array  # share of the tiles' rows
+    added: Array  # numbers of what others left that the last program of a tile reads
 
 
-def work_of(problem: Problem, variant: Variant, device: Device) -> Work:
+def work_of(problem: Problem, kernels: Kernels, device: Device) -> Work:
     """Tiles and passes as the template counts them; what fits an SM is estimated."""
-    params = variant.as_dict()
-    rows, keys = int(params["BLOCK_M"]), int(params["BLOCK_N"])
-    gluon = variant.template.startswith("gluon")
-    pack = int(params.get("PACK_GQA", 0))
-    together = max(1, pack) if gluon else padded_count(problem.group_size) if pack else 1
-    splits = int(params.get("SPLITS", 1))
-    plain, masked = tile_schedule.key_blocks(problem, rows, keys, "split", together)
-    heads = tile_schedule.heads_of(problem, together)
-    blocks = plain + masked
-    width = sum(pieces(problem.head_dim)) if params.get("HEAD_SPLIT") else padded(problem.head_dim)
-    passes = float(blocks.sum()) * heads
-    tiles = len(blocks) * heads
+    pack = kernels.sizes("PACK_GQA")
+    together = np.where(kernels.gluon, np.maximum(1, pack), np.where(pack > 0, padded_count(problem.group_size), 1))
+    walks = list(zip(kernels.rows.tolist(), kernels.keys.tolist(), together.tolist(), strict=True))
+    walked = {walk: _walked(problem, *walk) for walk in dict.fromkeys(walks)}
+    tiles, passes, longest, masked = np.array([walked[walk] for walk in walks]).T
+    halves, whole = sum(pieces(problem.head_dim)), padded(problem.head_dim)
+    width: Array = np.where(kernels.sizes("HEAD_SPLIT") > 0, halves, whole).astype(np.float64)
     return Work(
         tiles=tiles,
-        programs=tiles * splits,
-        slots=device.sm_count * _programs_an_sm(problem, params, width, gluon=gluon),
+        programs=tiles * kernels.splits,
+        slots=device.sm_count * np.where(kernels.gluon, kernels.sizes("CTAS", 1), _fitting(problem, kernels, width)),
         passes=passes,
-        longest=max(1.0, float(blocks.max()) / splits),
-        masked=float(masked.sum()) / max(1.0, float(blocks.sum())),
-        bytes_read=passes * keys * 2 * width * problem.dtype.bytes,
-        products=4.0 * rows * keys * width,
-        rows_used=problem.seq_q * problem.heads_q * problem.batch / (tiles * rows),
-        added=_added(problem, params, together) * width,
+        longest=np.maximum(1.0, longest / kernels.splits),
+        masked=masked,
+        bytes_read=passes * kernels.keys * 2 * width * problem.dtype.bytes,
+        products=4.0 * kernels.rows * kernels.keys * width,
+        rows_used=problem.seq_q * problem.heads_q * problem.batch / (tiles * kernels.rows),
+        added=_added(problem, kernels, together) * width,
     )
 
 
-def _added(problem: Problem, params: dict[str, Value], together: int) -> float:
-    """Rows of parts that the last program of a tile reads, one behind the other."""
-    splits, rows = int(params.get("SPLITS", 1)), int(params["BLOCK_M"])
-    if params.get("parts_read") == "by_rows":
-        return splits * min(rows, problem.seq_q * together)
-    if params.get("parts_read") == "by_groups":
-        return (min(splits, PART_GROUP) + splits / PART_GROUP) * rows
-    return splits * rows
+def _walked(problem: Problem, rows: int, keys: int, together: int) -> tuple[float, float, float, float]:
+    """Tiles of so many rows, their passes over blocks of keys, those of the longest tile, and the masked share."""
+    plain, masked = tile_schedule.key_blocks(problem, rows, keys, "split", together)
+    heads, blocks = tile_schedule.heads_of(problem, together), plain + masked
+    of_head = float(blocks.sum())
+    return len(blocks) * heads, of_head * heads, float(blocks.max()), float(masked.sum()) / max(1.0, of_head)
+
+
+def _added(problem: Problem, kernels: Kernels, together: npt.NDArray[np.int64]) -> Array:
+    """Rows of parts that the last program of a tile reads, one behind the other: [variants]."""
+    parts = np.where(
+        kernels.have("parts_read", "by_groups"),
+        np.minimum(kernels.splits, PART_GROUP) + kernels.splits / PART_GROUP,
+        kernels.splits,
+    )
+    queries = np.minimum(kernels.rows, problem.seq_q * together)
+    return parts * np.where(kernels.have("parts_read", "by_rows"), queries, kernels.rows)
 
 
 def padded_count(count: int) -> int:
@@ -112,13 +138,13 @@ def padded_count(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _programs_an_sm(problem: Problem, params: dict[str, Value], width: int, *, gluon: bool) -> int:
-    if gluon:
-        return int(params.get("CTAS", 1))
-    rows, keys, threads = int(params["BLOCK_M"]), int(params["BLOCK_N"]), 32 * int(params["num_warps"])
-    shared = (int(params["num_stages"]) * 2 * keys + rows) * width * problem.dtype.bytes
-    registers = min(255, rows * (width + keys) // threads + 50)
-    return max(1, min(SHARED_MEMORY // shared, 2048 // threads, 65536 // (threads * registers)))
+def _fitting(problem: Problem, kernels: Kernels, width: Array) -> Array:
+    """Programs of plain Triton kernels that fit an SM: [variants]."""
+    rows, keys, threads = kernels.rows, kernels.keys, 32 * kernels.warps
+    shared = (kernels.sizes("num_stages") * 2 * keys + rows) * width * problem.dtype.bytes
+    registers = np.minimum(255, rows * (width + keys) // threads + 50)
+    fitting = np.minimum(np.minimum(SHARED_MEMORY // shared, 2048 // threads), 65536 // (threads * registers))
+    return np.maximum(1.0, fitting)
 
 
 def roofline_us(problem: Problem, device: Device) -> float:
@@ -128,23 +154,30 @@ def roofline_us(problem: Problem, device: Device) -> float:
     return 1e6 * seconds
 
 
-def features(problem: Problem, variant: Variant, device: Device) -> dict[str, float]:
-    """What the model knows of a variant on a problem, by name; sizes and ratios as powers of two."""
-    params, work = variant.as_dict(), work_of(problem, variant, device)
-    least_us, waves = roofline_us(problem, device), work.programs / work.slots
+def _peak_flops(problem: Problem, device: Device) -> float:
+    """Of the card, in flop per second."""
     peak = roofline.peak_flops(problem, device)
     assert peak is not None, f"no data sheet of {device.name}"
-    span = max(work.longest * min(1.0, math.ceil(waves)), work.passes / work.slots)
-    at_once = work.slots / device.sm_count
-    rows, keys = int(params["BLOCK_M"]), int(params["BLOCK_N"])
-    width = work.products / (4.0 * rows * keys)
-    sizes: dict[str, float] = {
-        "waves": waves, "longest": work.longest, "span": span, "rows": rows, "keys": keys, "width": width,
-        "products": work.products, "products_in_turn": span * work.products * at_once,
+    return peak
+
+
+def features(problem: Problem, variants: Sequence[Variant], device: Device) -> dict[str, Array | float]:
+    """What the model knows of variants on a problem, by name; sizes and ratios as powers of two.
+
+    Each is [variants], or a number that all variants have in common.
+    """
+    kernels = Kernels(variants)
+    work, least_us, peak = work_of(problem, kernels, device), roofline_us(problem, device), _peak_flops(problem, device)
+    waves, at_once = work.programs / work.slots, work.slots / device.sm_count
+    span = np.maximum(work.longest, work.passes / work.slots)
+    width = work.products / (4.0 * kernels.rows * kernels.keys)
+    sizes: dict[str, Array | float] = {
+        "waves": waves, "longest": work.longest, "span": span, "rows": kernels.rows, "keys": kernels.keys,
+        "width": width, "products": work.products, "products_in_turn": span * work.products * at_once,
         "products_us": 1e6 * span * work.products * work.slots / peak, "programs": work.programs,
-        "last_wave": math.ceil(waves) / waves, "splits": work.programs / work.tiles,
-        "warps": int(params.get("num_warps", rows // 16 + 4)), "stages": int(params["num_stages"]),
-        "programs_an_sm": at_once, "packed_heads": max(1, int(params.get("PACK_GQA", 1))),
+        "last_wave": np.ceil(waves) / waves, "splits": work.programs / work.tiles, "warps": kernels.warps,
+        "stages": kernels.sizes("num_stages"), "programs_an_sm": at_once,
+        "packed_heads": np.maximum(1, kernels.sizes("PACK_GQA", 1)),
         "products_over_flops": work.passes * work.products / max(1, problem.flops()), "group": problem.group_size,
         "width_used": problem.head_dim / width, "bytes": problem.bytes(), "flops": problem.flops(),
         "least_us": least_us, "seq_q": problem.seq_q, "seq_kv": problem.seq_kv,
@@ -152,24 +185,23 @@ def features(problem: Problem, variant: Variant, device: Device) -> dict[str, fl
         "bytes_over_least": work.bytes_read / problem.bytes(),
         "l2_over_least": work.bytes_read / L2_BYTES_PER_US / max(least_us, 0.1),
         "l2_us": 2.0 + work.bytes_read / L2_BYTES_PER_US, "rows_used": work.rows_used, "added": work.added,
-        "full_waves": max(1.0, waves), "element_bytes": problem.dtype.bytes, "head_dim": problem.head_dim,
+        "full_waves": np.maximum(1.0, waves), "element_bytes": problem.dtype.bytes, "head_dim": problem.head_dim,
         "batch": problem.batch,
     }  # fmt: skip
-    flags: dict[str, float] = {
-        "wave_begun": min(waves, 1.0), "ieee": problem.precision is Precision.IEEE,
+    flags: dict[str, Array | float] = {
+        "wave_begun": np.minimum(waves, 1.0), "ieee": problem.precision is Precision.IEEE,
         "tf32x3": problem.precision is Precision.TF32X3, "left": problem.mask.bounded_left,
-        "right": problem.mask.bounded_right, "gluon": variant.template.startswith("gluon"),
-        "bshd": problem.layout is Layout.BSHD, "float16": problem.dtype is DType.FLOAT16,
-        "grouped_heads": int(params.get("HEAD_GROUP", 1)) > 1,
+        "right": problem.mask.bounded_right, "gluon": kernels.gluon, "bshd": problem.layout is Layout.BSHD,
+        "float16": problem.dtype is DType.FLOAT16, "grouped_heads": kernels.sizes("HEAD_GROUP", 1) > 1,
     }  # fmt: skip
-    flags |= {f"{name}={value}": params.get(name) == value for name, values in CHOICES for value in values}
-    logs = {name: math.log2(max(size, 1e-6)) for name, size in sizes.items()}
-    return logs | {name: float(flag) for name, flag in flags.items()}
+    flags |= {f"{name}={value}": kernels.have(name, value) for name, values in CHOICES for value in values}
+    return {name: np.log2(np.maximum(size, 1e-6)) for name, size in sizes.items()} | flags
 
 
-def matrix(cases: Iterable[tuple[Problem, Variant, Device]]) -> Array:
-    """Features of each case, [cases, features]."""
-    return np.array([list(features(*case).values()) for case in cases])
+def matrix(problem: Problem, variants: Sequence[Variant], device: Device) -> Array:
+    """Features of variants on a problem: [variants, features]."""
+    columns = features(problem, variants, device).values()
+    return np.stack([np.broadcast_to(column, len(variants)) for column in columns], axis=1, dtype=np.float64)
 
 
 @cache
@@ -203,7 +235,7 @@ class Sample:
 def feature_names(samples: Sequence[Sample]) -> list[str]:
     """The names of the features that samples have, in their order."""
     first = samples[0]
-    return list(features(first.problem, first.variant, first.device))
+    return list(features(first.problem, [first.variant], first.device))
 
 
 def weights_of(samples: Sequence[Sample]) -> list[float]:
@@ -222,11 +254,16 @@ def of_sizes(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
 
 def targets_of(samples: Sequence[Sample]) -> Targets:
     """The features of samples, and what is predicted of them."""
+    owners = [(sample.problem, sample.device) for sample in samples]
+    inputs = [
+        matrix(problem, [samples[place].variant for place in places], device)
+        for (problem, device), places in itertools.groupby(range(len(samples)), key=owners.__getitem__)
+    ]
     return Targets(
-        inputs=matrix((sample.problem, sample.variant, sample.device) for sample in samples),
+        inputs=np.concatenate(inputs),
         values=np.array([target(sample.problem, sample.device, sample.time_us) for sample in samples]),
         noise=np.array([NOISE * (ROUGH if sample.rough else 1) for sample in samples]),
-        owners=tuple((sample.problem, sample.device) for sample in samples),
+        owners=tuple(owners),
     )
 
 
@@ -245,8 +282,7 @@ class TimeModel:
 
     def times_us(self, problem: Problem, variants: Sequence[Variant], device: Device) -> dict[Variant, float]:
         """What variants are believed to take, rounded so that the last bits of a sum decide nothing."""
-        inputs = matrix((problem, variant, device) for variant in variants)
-        logs = self._processes[size_name(problem)].predict(inputs, (problem, device))
+        logs = self._processes[size_name(problem)].predict(matrix(problem, variants, device), (problem, device))
         least_us = LAUNCH_US + roofline_us(problem, device)
         return {
             variant: least_us * math.exp(round(float(log), DIGITS)) for variant, log in zip(variants, logs, strict=True)
@@ -256,6 +292,6 @@ class TimeModel:
         """For each problem its variants' targets, [variants], and how errors go together, [variants, variants]."""
         groups = defaultdict[str, list[Array]](list)
         for problem, variants in calls:
-            groups[size_name(problem)].append(matrix((problem, variant, device) for variant in variants))
+            groups[size_name(problem)].append(matrix(problem, variants, device))
         beliefs = {size: self._processes[size].believed(some) for size, some in groups.items()}
         return [next(beliefs[size_name(problem)]) for problem, _ in calls]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -17,9 +17,12 @@ import variant_pool
 from portfolio_examples import Example
 from portfolio_model import Owner, TimeModel
 
-from autoattn.codegen import portfolio
+from autoattn.codegen import portfolio, search_space
+from autoattn.codegen.feasibility import SharedRules
+from autoattn.codegen.space_facts import size_facts
 from autoattn.core import kernel_kind
 from autoattn.core.device import Device
+from autoattn.core.kernel_kind import KernelKind
 from autoattn.core.problem import DType, Precision, Problem
 from autoattn.core.variant import Variant
 
@@ -62,15 +65,32 @@ class _Predictor:
     model: TimeModel
     cover: Sequence[Variant]
     card: Device
+    rules: SharedRules = field(default_factory=SharedRules)
+    # Kind of a problem -> places in the cover of what some sizes let run, and the names of the rules that say whether
+    kinds: dict[KernelKind, list[tuple[int, tuple[str, ...]]]] = field(default_factory=dict)
 
     def times_us(self, problem: Problem) -> list[tuple[int, float]]:
         """Places in the cover of what can run a problem, and its predicted times."""
-        able = [number for number, variant in enumerate(self.cover)
-                if portfolio.is_feasible(variant, problem, self.card)]  # fmt: skip
+        able = self.able(problem)
         if not able:
             return []
-        times = self.model.times_us(problem, [self.cover[number] for number in able], self.card)
+        times = self.model.times_us(problem, [self.cover[place] for place in able], self.card)
         return list(zip(able, times.values(), strict=True))
+
+    def able(self, problem: Problem) -> list[int]:
+        """Places in the cover of what can run a problem; of all rules, only those of sizes are asked each time."""
+        kind = kernel_kind.of(problem)
+        if kind not in self.kinds:
+            self.kinds[kind] = list(self._judged(problem))
+        facts = self.rules.facts(size_facts(problem))
+        return [place for place, names in self.kinds[kind] if all(map(facts.__getitem__, names))]
+
+    def _judged(self, problem: Problem) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """What `kinds` holds of a problem's kind."""
+        for place, variant in enumerate(self.cover):
+            judgement = search_space.load(variant.template).judgement_of(variant, problem, self.card)
+            if portfolio.is_available(variant) and not judgement.hopeless:
+                yield place, self.rules.names(judgement)
 
     def candidates(self, problem: Problem) -> list[Variant]:
         """What a call runs today, then what is expected to be the fastest of a pool."""

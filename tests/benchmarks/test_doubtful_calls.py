@@ -65,7 +65,7 @@ def test_a_call_unlike_all_that_was_measured_comes_before_one_that_was(model: Ti
 def test_the_model_is_sure_of_ratios_that_were_measured_alone_and_believes_what_it_predicts(model: TimeModel) -> None:
     (mean, sure), (_, unsure) = model.believed([(problem(seq), (FAST, SLOW)) for seq in (2048, 40)], H200)
     process = GaussianProcess(portfolio_model.targets_of(KNOWN), portfolio_model.weights_of(KNOWN))
-    inputs = portfolio_model.matrix([(problem(2048), FAST, H200), (problem(2048), SLOW, H200)])
+    inputs = portfolio_model.matrix(problem(2048), [FAST, SLOW], H200)
     assert np.allclose(mean, process.predict(inputs))
     assert sure.shape == (2, 2)
     ratio = np.array([1.0, -1.0])  # of logarithms

@@ -405,11 +405,9 @@ def test_the_model_counts_what_the_last_program_of_a_tile_adds_up() -> None:
     space = search_space.load("triton/forward")
     tile = {**variant_pool.TRITON_BASE, "BLOCK_M": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3, "HEAD_SPLIT": 0}
     tile |= {"SPLITS": 64, "PACK_GQA": 1}
-    added = [
-        portfolio_model.work_of(decode, space.variant({**tile, "parts_read": way}), H200).added
-        for way in ("maxima_first", "by_rows", "by_groups")
-    ]
-    assert added == [64 * 16 * 64, 64 * 4 * 64, (8 + 8) * 16 * 64]
+    variants = [space.variant({**tile, "parts_read": way}) for way in ("maxima_first", "by_rows", "by_groups")]
+    work = portfolio_model.work_of(decode, portfolio_model.Kernels(variants), H200)
+    assert work.added.tolist() == [64 * 16 * 64, 64 * 4 * 64, (8 + 8) * 16 * 64]
 
 
 def test_few_rows_have_tiles_of_all_heads_that_share_keys_and_of_half_of_them() -> None:
