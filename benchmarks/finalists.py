@@ -21,7 +21,6 @@ from typing import Any
 
 import msgspec
 import portfolio_examples
-import portfolios
 from portfolio_examples import Example
 
 from autoattn.codegen import render
@@ -130,7 +129,7 @@ def _read_by_the_model(report: StaticReport) -> dict[str, Any]:
 
 def main() -> None:
     """Compiles them, and says how far it is."""
-    examples = drawn(portfolio_examples.examples_of(portfolios.DATA))
+    examples = drawn(portfolio_examples.examples_of(portfolio_examples.DATA))
     problems: list[Finalists] = []
     with Pool(size=cores()) as pool:
         for number, example in enumerate(examples, start=1):

@@ -20,12 +20,12 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import portfolio_derivation
 import portfolio_examples
 import portfolio_network
 import portfolio_predictions
-import portfolios
 import variant_pool
-from portfolio_examples import Example
+from portfolio_examples import DATA, SCREENED, Example
 
 from autoattn.codegen import portfolio
 from autoattn.core import kernel_kind
@@ -89,7 +89,7 @@ def loss(example: Example, variant: Variant, cover: Collection[Variant]) -> floa
         tried = example.met_cover and variant in cover
         if not tried or not portfolio.is_feasible(variant, example.problem, example.device):
             return None
-        time_us = portfolios.BEHIND * max(example.times_us.values())
+        time_us = portfolio_derivation.BEHIND * max(example.times_us.values())
     return math.log(min(MOST, time_us / example.best_us))
 
 
@@ -122,12 +122,12 @@ def table(pairs: Sequence[Pair], distance: Callable[[Pair], float]) -> list[str]
 
 def without_problem(folds: int, drawn: int) -> dict[Problem, Variant | None]:
     """What portfolios hold for the measured problems that know nothing of them, and know others of their kinds."""
-    measured, screened = (portfolio_examples.examples_of(folder) for folder in (portfolios.DATA, portfolios.SCREENED))
+    measured, screened = (portfolio_examples.examples_of(folder) for folder in (DATA, SCREENED))
     problems = portfolio_predictions.drawn_problems()[::drawn]
     chosen: dict[Problem, Variant | None] = {}
     for fold in range(folds):
         known = [example for place, example in enumerate(measured) if place % folds != fold]
-        derived = portfolio_network.train(portfolios.predicted(known, screened, problems))
+        derived = portfolio_network.train(portfolio_derivation.predicted(known, screened, problems))
         for example in measured[fold::folds]:
             chosen[example.problem] = portfolio_network.choice(example, derived)
     return chosen
@@ -139,8 +139,8 @@ def main() -> None:
     parser.add_argument("--drawn", type=int, default=3, help="one in so many of the predicted problems")
     options = parser.parse_args()
     chosen = without_problem(options.folds, options.drawn)
-    examples = portfolio_examples.examples_of(portfolios.DATA)
-    cover = variant_pool.cover(portfolio_examples.examples_of(portfolios.SCREENED))
+    examples = portfolio_examples.examples_of(DATA)
+    cover = variant_pool.cover(portfolio_examples.examples_of(SCREENED))
     known = [
         own
         for example in examples

@@ -16,6 +16,9 @@ from autoattn.core.problem import Problem
 from autoattn.core.variant import Variant
 
 CHOSEN = "chosen"  # in the names of files whose problems met few variants, chosen for each; others met a whole cover
+DATA = Path(__file__).resolve().parent / "data" / "portfolios"
+SCREENED = DATA / "screened"  # rough times
+FINALISTS = 16  # variants of a problem that meet in rounds, at most
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -28,7 +28,9 @@ from autoattn.core.variant import Variant
 
 PREDICTED_FROM = 3000  # the first seed of the problems whose times are predicted
 # Problems; the first, of 16 bits.
-PREDICTED = {DType.FLOAT16: 84_000, Precision.TF32: 24_000, Precision.IEEE: 15_000}
+PREDICTED: Mapping[DType | Precision, int] = {
+    DType.FLOAT16: 84_000, Precision.TF32: 24_000, Precision.IEEE: 15_000
+}  # fmt: skip
 TF32X3_OF = 4  # one problem of tf32 in so many
 # One problem in so many is predicted with sequences so many times as long, up to 131,072 tokens. None is measured, as
 # they take too long.
@@ -39,9 +41,9 @@ SHORT_CANDIDATES = 16  # of a short one, whose times the model knows less well
 T = TypeVar("T")
 
 
-def drawn_problems() -> list[Problem]:
+def drawn_problems(counts: Mapping[DType | Precision, int] = PREDICTED) -> list[Problem]:
     """Drawn problems, so many of each way to form products; float32 is seldom drawn, and its rules need as many."""
-    left = dict(PREDICTED)
+    left = dict(counts)
     problems: dict[Problem, None] = {}
     for seed in itertools.count(PREDICTED_FROM):
         for problem in drawn_calls.draw(seed, 50):

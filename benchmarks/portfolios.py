@@ -25,9 +25,8 @@ default was slow it met the winner. A name of examinedN keeps `untuned.py` from 
 
 scales: how much each feature of a problem and a variant counts for the model (`portfolio_scales.py`), from all files.
 
-derive: by a model of the measured times (`portfolio_model.py`) few variants cover all measured problems, and their
-times on many drawn problems are predicted (`portfolio_predictions.py`). A small network learns from these which variant
-costs what (`portfolio_network.py`). The same data give the same bytes (`portfolio_text.py`).
+derive: a network learns from a model of these times (`portfolio_derivation.py`). The same data give the same bytes
+(`portfolio_text.py`), which --check shows.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ import math
 import statistics
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,6 +44,7 @@ import doubtful_calls
 import drawn_calls
 import measured_calls
 import msgspec
+import portfolio_derivation
 import portfolio_examples
 import portfolio_model
 import portfolio_network
@@ -55,25 +54,17 @@ import portfolio_text
 import typer
 import variant_pool
 from measured_calls import Staged, Subject
-from portfolio_examples import CHOSEN, Example, examples_of
+from portfolio_derivation import DIGESTS, TARGET
+from portfolio_examples import CHOSEN, DATA, FINALISTS, SCREENED, examples_of
 from portfolio_model import TimeModel
 
 from autoattn.codegen import portfolio, resources, search_space
 from autoattn.core import device_profiles, kernel_kind
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.device import Device
-from autoattn.core.problem import Op, Precision, Problem
-from autoattn.core.variant import Variant
+from autoattn.core.problem import Op, Problem
 from autoattn.hardware import nvidia
 
-ROOT = Path(__file__).resolve().parent.parent
-DATA = ROOT / "benchmarks" / "data" / "portfolios"
-TARGET = resources.portfolio_path(Op.FORWARD)
-SCREENED = DATA / "screened"
-FINALISTS = 16  # variants of a problem that meet in rounds, at most
-BEHIND = 1.1  # times the last of these: what a variant counts as that is not among them
-FAILED = 2.0  # times the best: what a variant counts as that failed on problems alike
-WEIGHT = 8  # drawn problems that a measured one counts as
 NEAR = 1.02
 RESERVED = 1000  # seeds from here on are for portfolios; smaller ones are for benchmarks/untuned.py
 
@@ -122,7 +113,7 @@ def choose(
     card = device_profiles.named(device)
     measured, screened = examples_of(DATA), examples_of(SCREENED)
     known = {example.problem for example in measured}
-    model = TimeModel(_all_samples(measured, screened), with_errors=True)
+    model = TimeModel(portfolio_derivation.all_samples(measured, screened), with_errors=True)
     cover = portfolio_predictions.cover(model, [*screened, *measured])
     problems = [problem for problem in doubtful_calls.quick(seed, count) if problem not in known]
     candidates = portfolio_predictions.candidates(model, cover, problems, card)
@@ -216,75 +207,6 @@ def _append(path: Path, results: Iterable[tuple[Problem, dict[str, Any] | str]])
         print(f"{problem}: {best} us of {len(result['times_us'])}, {result['rivals_us']}", flush=True)
 
 
-def predicted(measured: Sequence[Example], screened: Sequence[Example], drawn: Sequence[Problem]) -> list[Example]:
-    """Measured problems and drawn ones, with the times of the cover as a model of the measured times predicts them."""
-    ((card, _),) = Counter(example.device for example in measured).most_common(1)
-    failing = _failing(measured, variant_pool.cover(screened))
-    model = TimeModel(_all_samples(measured, screened))
-    cover = portfolio_predictions.cover(model, [*screened, *measured])
-    known = {example.problem: example.times_us for example in measured}
-    problems = list(dict.fromkeys([*known, *drawn]))
-    predictions = portfolio_predictions.of(model, cover, problems, card)
-    examples: dict[Problem, Example] = {}
-    for problem, times in zip(problems, predictions, strict=True):
-        able = {variant: time_us for variant, time_us in times.items() if variant not in failing[numbers_of(problem)]}
-        if able:
-            able |= {variant: time_us for variant, time_us in known.get(problem, {}).items() if variant in able}
-            times = dict.fromkeys(times, FAILED * min(able.values())) | able
-            examples[problem] = Example(problem=problem, device=card, times_us=times, rivals_us={})
-    return [examples[problem] for problem in [*list(known) * WEIGHT, *drawn] if problem in examples]
-
-
-def _all_samples(measured: Sequence[Example], screened: Sequence[Example]) -> list[portfolio_model.Sample]:
-    """Of measured and of screened problems."""
-    cover = variant_pool.cover(screened)
-    return [*_samples(measured, cover, _failing(measured, cover)), *_rough_samples(screened)]
-
-
-def numbers_of(problem: Problem) -> tuple[int, Precision, int, int]:
-    """What decides whether a kernel fits the registers and the shared memory of an SM."""
-    return problem.dtype.bytes, problem.precision, problem.head_dim_padded, problem.head_dim_v_padded
-
-
-def _failing(measured: Sequence[Example], cover: Sequence[Variant]) -> dict[tuple[Any, ...], set[Variant]]:
-    """Variants that rules allow and that worked nowhere, where fewer worked than may meet in rounds."""
-    failing: defaultdict[tuple[Any, ...], set[Variant]] = defaultdict(set)
-    for example in measured:
-        if example.met_cover and len(example.times_us) < FINALISTS:
-            allowed = variant_pool.feasible(cover, example.problem, example.device)
-            failing[numbers_of(example.problem)] |= set(allowed) - set(example.times_us)
-    for example in measured:
-        failing[numbers_of(example.problem)] -= set(example.times_us)
-    return failing
-
-
-def _samples(
-    measured: Sequence[Example], cover: Sequence[Variant], failing: Mapping[tuple[Any, ...], set[Variant]]
-) -> Iterator[portfolio_model.Sample]:
-    """Measured times; a variant that did not come to the rounds counts as somewhat slower than the last that did."""
-    for example in measured:
-        facts: dict[str, Any] = {"problem": example.problem, "device": example.device}
-        for variant, time_us in example.times_us.items():
-            yield portfolio_model.Sample(**facts, variant=variant, time_us=time_us, rough=False)
-        if not example.met_cover:
-            continue
-        behind = BEHIND * max(example.times_us.values())
-        left_out = failing[numbers_of(example.problem)].union(example.times_us)
-        for variant in variant_pool.feasible(cover, example.problem, example.device):
-            if variant not in left_out:
-                yield portfolio_model.Sample(**facts, variant=variant, time_us=behind, rough=True)
-
-
-def _rough_samples(screened: Sequence[Example]) -> Iterator[portfolio_model.Sample]:
-    """Screened times, as far as more than one look was taken."""
-    for example in screened:
-        for variant, time_us in example.times_us.items():
-            if time_us <= variant_pool.FAR * example.best_us:
-                yield portfolio_model.Sample(
-                    problem=example.problem, device=example.device, variant=variant, time_us=time_us, rough=True
-                )
-
-
 @app.command()
 def finals(
     device: Annotated[str, typer.Option(help="The card whose entries count.")] = "h200",
@@ -331,7 +253,7 @@ def _finals_of(entry: CacheEntry) -> dict[str, Any]:
 @app.command()
 def scales() -> None:
     """Fit the weights of the model's features, for each size of elements."""
-    samples = portfolio_model.of_sizes(_all_samples(examples_of(DATA), examples_of(SCREENED)))
+    samples = portfolio_model.of_sizes(portfolio_derivation.all_samples(examples_of(DATA), examples_of(SCREENED)))
     weights = {size: portfolio_scales.fit(samples[size]) for size in sorted(samples)}
     portfolio_model.SCALES.write_text(json.dumps(weights, indent=2) + "\n", encoding="utf-8")
 
@@ -342,15 +264,16 @@ def derive(
         bool, typer.Option("--check", help="Compare with the file that is there, and write none.")
     ] = False,
 ) -> None:
-    """Write the portfolio, and say how far from the best the problems' choices are."""
-    examples, screened = examples_of(DATA), examples_of(SCREENED)
-    derived = portfolio_network.train(predicted(examples, screened, portfolio_predictions.drawn_problems()))
+    """Write the portfolio, with digests of what it comes from, and say how far from the best its choices are."""
+    examples, drawn = examples_of(DATA), portfolio_predictions.drawn_problems()
+    derived = portfolio_derivation.derived(examples, examples_of(SCREENED), drawn)
     text = portfolio_text.text_of(examples, derived)
     if check:
         if TARGET.read_text(encoding="utf-8") != text:
             sys.exit(f"{TARGET} is not what the data give; run python benchmarks/portfolios.py derive")
         return
     TARGET.write_text(text, encoding="utf-8")
+    DIGESTS.write_text(json.dumps(portfolio_derivation.digests(), indent=2) + "\n", encoding="utf-8")
     regrets = [regret for example in examples if (regret := portfolio_network.regret(example, derived)) is not None]
     mean = math.exp(statistics.fmean(map(math.log, regrets)))
     within = sum(regret <= NEAR for regret in regrets)
