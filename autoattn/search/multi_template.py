@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from autoattn.codegen import search_space
 from autoattn.codegen.search_space import SearchSpace
 from autoattn.core.device import Device
 from autoattn.core.problem import Problem
-from autoattn.core.trial import Trial
+from autoattn.core.trial import Outcome, Trial
 from autoattn.core.variant import Variant
 from autoattn.cost_model import predictor
 from autoattn.errors import SpaceError
@@ -27,6 +28,7 @@ class Contest:
         self.problem = studies[0].problem
         self._studies = {study.space.template: study for study in studies}
         self._turn = 0
+        self._until_working: deque[Variant] = deque()
 
     @property
     def trials(self) -> dict[Variant, Trial]:
@@ -79,6 +81,11 @@ class Contest:
             if variant.template in self._studies:
                 self._studies[variant.template].enqueue([variant])
 
+    def enqueue_until_working(self, variants: Iterable[Variant]) -> None:
+        """Has the first of these tried, and the next one whenever one does not work."""
+        self._until_working = deque(variants)
+        self._enqueue_next()
+
     def offer(self, variants: Iterable[Variant]) -> None:
         """Has arithmetic pick among these and random ones, where their template takes part and they are feasible."""
         for variant in variants:
@@ -101,6 +108,8 @@ class Contest:
     def record(self, trial: Trial) -> None:
         """Takes what became of a variant that was proposed here, or for another problem of the kind."""
         self._studies[trial.variant.template].record(trial)
+        if trial.outcome is not Outcome.OK and trial.variant in self._until_working:
+            self._enqueue_next()
 
     def takes(self, variant: Variant) -> bool:
         """Whether a variant is feasible here, and there is no trial of it yet."""
@@ -110,6 +119,20 @@ class Contest:
     def tries(self, variant: Variant) -> bool:
         """Whether a variant was proposed here, and its trial is awaited."""
         return self._studies[variant.template].tries(variant)
+
+    def _enqueue_next(self) -> None:
+        """Enqueues the first variant of `enqueue_until_working` that is not known to fail."""
+        while self._until_working and self._fails(self._until_working[0]):
+            self._until_working.popleft()
+        self.enqueue(list(self._until_working)[:1])
+
+    def _fails(self, variant: Variant) -> bool:
+        """Whether a variant's template takes no part, or it was tried and does not work."""
+        study = self._studies.get(variant.template)
+        if study is None:
+            return True
+        trial = study.trials.get(variant)
+        return trial is not None and trial.outcome is not Outcome.OK
 
     def _by_turn(self) -> list[Study]:
         """Who may propose, most wanted first: in turn while seeds wait, then mostly the one that is ahead."""

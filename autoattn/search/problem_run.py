@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import cache
 
 import triton
@@ -54,7 +54,9 @@ class ProblemRun:
         theirs = [variant for entry in relatives[-3:] for variant in self._known_variants(entry)[:3]]
         starters = portfolio.starters_for(self.problem, self.device)
         if self._asks_arithmetic:
-            contest.enqueue([*theirs[:1], *starters[:1], *self._elsewhere[:1]])
+            contest.enqueue(theirs[:1])
+            contest.enqueue_until_working(starters)
+            contest.enqueue(self._elsewhere[:1])
             contest.offer([*theirs, *starters, *self._elsewhere])
         else:
             contest.enqueue([*starters, *self._elsewhere, *theirs])
@@ -80,11 +82,16 @@ class ProblemRun:
         """The entry of a search, or in words why there is none; yields while it waits for workers."""
         if not search.working:
             return search.why_none()
-        default = portfolio.default(self.problem, self.device)
+        default = self._default({trial.variant for trial in search.working})
         if not self.measured:
             return entry_builder.predicted(search, set(self._elsewhere), default)
         previous = next(iter(self._known_variants(self.old)), None) if self.old is not None else None
         return (yield from entry_builder.measured(search, default, previous))
+
+    def _default(self, working: Set[Variant]) -> Variant:
+        """What a call without an entry runs: the first choice, or the next one that works where that does not."""
+        starters = portfolio.starters_for(self.problem, self.device)
+        return next((variant for variant in starters if variant in working), starters[0])
 
     def _study(self, space: SearchSpace) -> Study:
         journal = self.options.cache / self.device.name / "studies" / f"{self.problem.key}.journal"

@@ -87,6 +87,22 @@ def test_a_template_without_more_variants_gives_its_turns_away() -> None:
     assert contest.propose() is None
 
 
+def test_where_a_variant_does_not_work_the_next_one_is_tried_and_no_other() -> None:
+    contest = of(Planned("left"), Planned("right"))
+    names = ("absent", "left", "right", "left", "right")
+    variants = [Variant.of(name, {"seed": number}) for number, name in enumerate(names)]
+    contest.record(Trial(variant=variants[1], outcome=Outcome.COMPILE_ERROR))  # known before
+    contest.enqueue_until_working(variants)
+    tried: list[Variant] = []
+    while contest.waiting and len(tried) < len(variants):
+        variant = contest.propose()
+        assert variant is not None
+        tried.append(variant)
+        outcome = Outcome.OK if variant == variants[3] else Outcome.INFEASIBLE
+        contest.record(Trial(variant=variant, outcome=outcome))
+    assert tried == [variants[2], variants[3]]
+
+
 def test_trials_go_to_their_templates_study_and_are_told_of_together() -> None:
     left, right = Planned("left"), Planned("right")
     contest = of(left, right)

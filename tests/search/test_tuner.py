@@ -226,6 +226,17 @@ def test_a_default_that_is_wrong_in_the_interpreter_gives_way(
     assert run(tmp_path).entries[SMALL.key].variant != default
 
 
+def test_where_a_portfolios_choice_does_not_compile_its_next_one_is_predicted(
+    workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call runs it too; the predictions of others do not count, as no prediction beats a portfolio's choice."""
+    monkeypatch.setattr(portfolio, "was_measured_for", lambda problem, device: True)
+    first, second, *_ = portfolio.starters_for(SMALL, samples.A30)
+    workshop.refused = frozenset([first])
+    workshop.time_us = lambda self, variant: 300.0 if variant == second else 100.0  # type: ignore[method-assign]
+    assert run(tmp_path).entries[SMALL.key].variant == second
+
+
 def test_entries_that_another_card_measured_are_not_kept(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
     run(tmp_path, measured=True)
     sister = replace(samples.H200, sm_count=78)

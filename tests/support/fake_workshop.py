@@ -41,6 +41,7 @@ class FakeWorkshop:
     """A workshop in which every variant works and the smaller tile is the faster one."""
 
     fails: frozenset[str] = frozenset()  # problem keys whose variants all fail
+    refused: frozenset[Variant] = frozenset()  # variants that no compiler takes
     interrupts: frozenset[str] = frozenset()
     many: int = 1  # problems at once
     rivals: tuple[Rival, ...] = ()
@@ -98,7 +99,7 @@ class FakeWorkshop:
                 verdict=GOOD if self.measured else None,
                 measurement=samples.measurement(study.problem, time_us) if self.measured else None,
             )
-            if study.problem.key in self.fails:
+            if study.problem.key in self.fails or variant in self.refused:
                 trial = Trial(variant=variant, outcome=Outcome.COMPILE_ERROR, detail="ptxas said no")
             study.record(trial)
             heard(trial)
