@@ -6,7 +6,7 @@ costs (`portfolio_network.py`).
 
 That takes the better part of an hour. Three digests show in seconds that a portfolio is out of date: of its file, of
 the measurements, and of the portfolio that a small part of these gives. The last is another one whenever a step of
-the derivation does something else.
+the derivation does something else with this part.
 """
 
 from __future__ import annotations
