@@ -56,7 +56,7 @@ ROUGH = 3  # times as much of a screened one
 
 
 class Kernels:
-    """What the names of variants say of them, each [variants]."""
+    """The parameters of variants, each [variants]."""
 
     def __init__(self, variants: Sequence[Variant]) -> None:
         self._params = [variant.as_dict() for variant in variants]

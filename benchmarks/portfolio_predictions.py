@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -22,7 +22,6 @@ from autoattn.codegen.feasibility import SharedRules
 from autoattn.codegen.space_facts import size_facts
 from autoattn.core import kernel_kind
 from autoattn.core.device import Device
-from autoattn.core.kernel_kind import KernelKind
 from autoattn.core.problem import DType, Precision, Problem
 from autoattn.core.variant import Variant
 
@@ -61,15 +60,15 @@ def drawn_problems(counts: Mapping[DType | Precision, int] = PREDICTED) -> list[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Predictor:
+class Predictor:
     """What a process needs to predict."""
 
     model: TimeModel
     cover: Sequence[Variant]
     card: Device
     rules: SharedRules = field(default_factory=SharedRules)
-    # Kind of a problem -> places in the cover of what some sizes let run, and the names of the rules that say whether
-    kinds: dict[KernelKind, list[tuple[int, tuple[str, ...]]]] = field(default_factory=dict)
+    # All but a problem's sizes -> places in the cover of what some sizes let run, and the names of rules of sizes
+    kinds: dict[Hashable, list[tuple[int, tuple[str, ...]]]] = field(default_factory=dict)
 
     def times_us(self, problem: Problem) -> list[tuple[int, float]]:
         """Places in the cover of what can run a problem, and its predicted times."""
@@ -81,7 +80,7 @@ class _Predictor:
 
     def able(self, problem: Problem) -> list[int]:
         """Places in the cover of what can run a problem; of all rules, only those of sizes are asked each time."""
-        kind = kernel_kind.of(problem)
+        kind = kernel_kind.of(problem), problem.numerics
         if kind not in self.kinds:
             self.kinds[kind] = list(self._judged(problem))
         facts = self.rules.facts(size_facts(problem))
@@ -101,14 +100,14 @@ class _Predictor:
         return variant_pool.candidates(problem, self.card, self.cover, times_us, count)
 
 
-_predictor: _Predictor | None = None  # of a process
+_predictor: Predictor | None = None  # of a process
 
 
 def of(
     model: TimeModel, cover: Sequence[Variant], problems: Sequence[Problem], card: Device
 ) -> list[dict[Variant, float]]:
     """The predicted times, in microseconds, of the variants that can run each problem."""
-    times = _answers(_Predictor(model=model, cover=cover, card=card), _Predictor.times_us, problems)
+    times = _answers(Predictor(model=model, cover=cover, card=card), Predictor.times_us, problems)
     return [{cover[number]: time_us for number, time_us in each} for each in times]
 
 
@@ -127,10 +126,10 @@ def candidates(
     model: TimeModel, cover: Sequence[Variant], problems: Sequence[Problem], card: Device
 ) -> list[list[Variant]]:
     """The variants that are worth a measurement on each problem, of which the first is what a call runs today."""
-    return _answers(_Predictor(model=model, cover=cover, card=card), _Predictor.candidates, problems)
+    return _answers(Predictor(model=model, cover=cover, card=card), Predictor.candidates, problems)
 
 
-def _answers(predictor: _Predictor, ask: Callable[[_Predictor, Problem], T], problems: Sequence[Problem]) -> list[T]:
+def _answers(predictor: Predictor, ask: Callable[[Predictor, Problem], T], problems: Sequence[Problem]) -> list[T]:
     """What is asked of each problem; many problems are shared out to all cores."""
     if len(problems) <= CHUNK:
         return [ask(predictor, problem) for problem in problems]
@@ -144,11 +143,11 @@ def _answers(predictor: _Predictor, ask: Callable[[_Predictor, Problem], T], pro
     return [of_place[place] for place in range(len(problems))]
 
 
-def _begin(predictor: _Predictor) -> None:
+def _begin(predictor: Predictor) -> None:
     global _predictor
     _predictor = predictor
 
 
-def _answer(ask: Callable[[_Predictor, Problem], T], problem: Problem) -> T:
+def _answer(ask: Callable[[Predictor, Problem], T], problem: Problem) -> T:
     assert _predictor is not None
     return ask(_predictor, problem)

@@ -27,6 +27,7 @@ import variant_pool
 from gaussian_process import GaussianProcess
 from portfolio_examples import Example
 from portfolio_model import TimeModel
+from portfolio_predictions import Predictor
 from typer.testing import CliRunner
 
 from autoattn.cache import store
@@ -34,7 +35,7 @@ from autoattn.codegen import portfolio, render, resources, search_space
 from autoattn.codegen.portfolio import Portfolio
 from autoattn.core import kernel_kind
 from autoattn.core.mask import Mask
-from autoattn.core.problem import DType, Op, Precision, Problem
+from autoattn.core.problem import DType, Numerics, Op, Precision, Problem
 from autoattn.core.variant import Variant
 from autoattn.kernels import compiler
 
@@ -278,6 +279,16 @@ def test_predictions_have_double_precision_though_the_factor_has_single(examples
     mean = known.values.mean()
     exact = mean + covariance @ np.linalg.solve(noisy, known.values - mean)
     np.testing.assert_allclose(process.predict(known.inputs), exact, atol=1e-6)
+
+
+def test_what_is_predicted_of_a_problem_is_what_rules_let_run(examples: list[Example]) -> None:
+    cover = portfolio.load(Op.FORWARD).variants[::7]
+    predictor = Predictor(model=TimeModel(samples_of(examples)), cover=cover, card=H200)
+    drawn = drawn_calls.draw(portfolios.RESERVED, 40)
+    online = [replace(problem, numerics=Numerics.ONLINE) for problem in drawn]
+    for problem in [*drawn, *online, *(replace(problem, seq_q=1) for problem in drawn)]:
+        able = [place for place, variant in enumerate(cover) if portfolio.is_feasible(variant, problem, H200)]
+        assert predictor.able(problem) == able
 
 
 @pytest.mark.exhaustive  # each process takes seconds to start
