@@ -13,10 +13,9 @@ import torch
 Array: TypeAlias = npt.NDArray[np.float64]
 LENGTH_SCALE = 14.0  # of the kernel, in standard deviations of the features, which each have a weight of their own
 IN_COMMON = 0.003  # variance of what all values of an owner have in common
-TILE = 512  # rows and columns of the samples' covariance at once, which stay in a core's cache
 MOST_RESIDUAL = 1e-9  # of the samples' values, when their weights are exact enough
 MOST_STEPS = 50  # of conjugate gradients towards these
-SAMPLES_AT_ONCE = 512  # of a prediction, so that their covariances stay in a core's cache
+SAMPLES_AT_ONCE = 512  # of a prediction, or of each side of a tile, so that their covariances stay in a core's cache
 GROUPS_AT_ONCE = 100  # of inputs, whose covariance with all samples takes 0.4 GB
 
 
@@ -104,15 +103,14 @@ class GaussianProcess:
 
     def _tiles(self) -> Iterator[tuple[slice, slice, Array]]:
         """The upper half of the samples' covariance, without noise and owners: rows, columns, and their values."""
-        places = [slice(begin, begin + TILE) for begin in range(0, self._columns.shape[1], TILE)]
+        places = [slice(begin, begin + SAMPLES_AT_ONCE) for begin in range(0, self._columns.shape[1], SAMPLES_AT_ONCE)]
         for number, rows in enumerate(places):
-            left = _rows(self._columns[:-2, rows].T)
+            left = _rows(self._columns[:-2, rows].T)  # behind the features there are ones and squares
             for others in places[number:]:
                 yield rows, others, _covariance(left, self._columns[:, others])
 
-    def _image(self, known: Targets, vector: Array) -> Array:
-        """The samples' covariance times a vector, in double precision: [samples]."""
-        numbers = known.numbers()
+    def _image(self, known: Targets, numbers: npt.NDArray[np.intp], vector: Array) -> Array:
+        """The covariance of samples, whose owners have these numbers, times a vector in double precision: [samples]."""
         image: Array = known.noise * vector + IN_COMMON * np.bincount(numbers, weights=vector)[numbers]
         for rows, others, tile in self._tiles():
             image[rows] += tile @ vector[others]
@@ -126,11 +124,11 @@ class GaussianProcess:
         By conjugate gradients, which the factor of single precision lets end in a few steps (Golub and Van Loan, Matrix
         Computations, 11.5).
         """
-        residual = known.values - self._offset
+        residual, numbers = known.values - self._offset, known.numbers()
         weights, solved = np.zeros_like(residual), _solved(factor, residual[:, None])[:, 0]
         direction, product = solved, residual @ solved
         for _ in range(MOST_STEPS):
-            image = self._image(known, direction)
+            image = self._image(known, numbers, direction)
             step = product / (direction @ image)
             weights += step * direction
             residual = residual - step * image

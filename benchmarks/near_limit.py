@@ -127,7 +127,7 @@ def without_problem(folds: int, drawn: int) -> dict[Problem, Variant | None]:
     chosen: dict[Problem, Variant | None] = {}
     for fold in range(folds):
         known = [example for place, example in enumerate(measured) if place % folds != fold]
-        derived = portfolio_network.train(portfolio_derivation.predicted(known, screened, problems))
+        derived = portfolio_derivation.derived(known, screened, problems)
         for example in measured[fold::folds]:
             chosen[example.problem] = portfolio_network.choice(example, derived)
     return chosen

@@ -54,7 +54,6 @@ import portfolio_text
 import typer
 import variant_pool
 from measured_calls import Staged, Subject
-from portfolio_derivation import DIGESTS, TARGET
 from portfolio_examples import CHOSEN, DATA, FINALISTS, SCREENED, examples_of
 from portfolio_model import TimeModel
 
@@ -267,13 +266,15 @@ def derive(
     """Write the portfolio, with digests of what it comes from, and say how far from the best its choices are."""
     examples, drawn = examples_of(DATA), portfolio_predictions.drawn_problems()
     derived = portfolio_derivation.derived(examples, examples_of(SCREENED), drawn)
+    target = portfolio_derivation.TARGET
     text = portfolio_text.text_of(examples, derived)
     if check:
-        if TARGET.read_text(encoding="utf-8") != text:
-            sys.exit(f"{TARGET} is not what the data give; run python benchmarks/portfolios.py derive")
+        if target.read_text(encoding="utf-8") != text:
+            sys.exit(f"{target} is not what the data give; run python benchmarks/portfolios.py derive")
         return
-    TARGET.write_text(text, encoding="utf-8")
-    DIGESTS.write_text(json.dumps(portfolio_derivation.digests(), indent=2) + "\n", encoding="utf-8")
+    target.write_text(text, encoding="utf-8")
+    digests = json.dumps(portfolio_derivation.digests(), indent=2)
+    portfolio_derivation.DIGESTS.write_text(digests + "\n", encoding="utf-8")
     regrets = [regret for example in examples if (regret := portfolio_network.regret(example, derived)) is not None]
     mean = math.exp(statistics.fmean(map(math.log, regrets)))
     within = sum(regret <= NEAR for regret in regrets)

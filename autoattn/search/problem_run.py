@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from functools import cache
+from functools import cache, cached_property
 
 import triton
 
@@ -52,7 +52,7 @@ class ProblemRun:
         contest = Contest([self._study(space) for space in self.spaces.values()])
         contest.enqueue(self._known_variants(self.old)[:1] if self.old is not None else [])
         theirs = [variant for entry in relatives[-3:] for variant in self._known_variants(entry)[:3]]
-        starters = portfolio.starters_for(self.problem, self.device)
+        starters = self._starters
         if self._asks_arithmetic:
             contest.enqueue(theirs[:1])
             contest.enqueue_until_working(starters)
@@ -90,8 +90,12 @@ class ProblemRun:
 
     def _default(self, working: Set[Variant]) -> Variant:
         """What a call without an entry runs: the first choice, or the next one that works where that does not."""
-        starters = portfolio.starters_for(self.problem, self.device)
-        return next((variant for variant in starters if variant in working), starters[0])
+        return next((variant for variant in self._starters if variant in working), self._starters[0])
+
+    @cached_property
+    def _starters(self) -> list[Variant]:
+        """What a call may run without an entry, in the order of its choice."""
+        return portfolio.starters_for(self.problem, self.device)
 
     def _study(self, space: SearchSpace) -> Study:
         journal = self.options.cache / self.device.name / "studies" / f"{self.problem.key}.journal"

@@ -438,9 +438,8 @@ def test_derive_writes_a_portfolio_that_its_check_accepts_until_it_is_changed(
     examples: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, digests = tmp_path / "forward.portfolio.json", tmp_path / "digests.json"
-    monkeypatch.setattr(portfolios, "TARGET", target)
     monkeypatch.setattr(portfolio_derivation, "TARGET", target)
-    monkeypatch.setattr(portfolios, "DIGESTS", digests)
+    monkeypatch.setattr(portfolio_derivation, "DIGESTS", digests)
     monkeypatch.setattr(portfolios, "examples_of", lambda folder: examples)
     monkeypatch.setattr(portfolio_predictions, "drawn_problems", lambda: [problem_of(700)])
     monkeypatch.setattr(portfolio_derivation, "digest_of_part", lambda: "of a part")

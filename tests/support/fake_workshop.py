@@ -99,17 +99,20 @@ class FakeWorkshop:
                 verdict=GOOD if self.measured else None,
                 measurement=samples.measurement(study.problem, time_us) if self.measured else None,
             )
-            if study.problem.key in self.fails or variant in self.refused:
+            if self._is_refused(study.problem, variant):
                 trial = Trial(variant=variant, outcome=Outcome.COMPILE_ERROR, detail="ptxas said no")
             study.record(trial)
             heard(trial)
             yield
 
     def carried(self, problem: Problem, trial: Trial) -> Trial:
-        if problem.key in self.fails:
+        if self._is_refused(problem, trial.variant):
             return Trial(variant=trial.variant, outcome=Outcome.COMPILE_ERROR, detail="ptxas said no")
         time_us = self.time_us(trial.variant)
         return replace(trial, outcome=Outcome.OK, detail="", prediction=samples.prediction(time_us))
+
+    def _is_refused(self, problem: Problem, variant: Variant) -> bool:
+        return problem.key in self.fails or variant in self.refused
 
     def count_left_out(self, trials: Iterable[Trial]) -> None:
         self.left_out += list(trials)
