@@ -13,7 +13,8 @@ from autoattn import torch_private
 
 LEAST = 4096  # numbers of a stream's buffer
 MOST = 256  # streams with a buffer
-CAPTURED = 1 << 18  # numbers of a device for launches that graphs hold
+CAPTURED = 1 << 18  # numbers of a slab, from which launches that graphs hold are given theirs
+MOST_SLABS = 64  # of a device: 64 MiB
 STEP = 32  # numbers that lie in one line of the L2, which no two launches should share
 _DEFAULT = 0  # the stream that no graph can capture (cudaErrorStreamCaptureUnsupported)
 _OF_EACH_THREAD = 2  # cudaStreamPerThread, one handle for the streams of all threads
@@ -55,11 +56,12 @@ class ScratchPool:
         order of the stream, as it does with every tensor: what PyTorch takes for one stream because its handle is
         the same is one stream here too. A handle that stands for many streams has new zeros for each launch. A
         graph that is being captured may be replayed while other launches run: each of its launches gets zeros that
-        nobody else is given in this process. Where none are left, the graph sets some to zero at each replay.
+        nobody else is given in this process. Launches outside of graphs make these zeros, as soon as half of the
+        last ones are given away. Where none are left, the graph sets some to zero at each replay, which takes 1.2 us.
         """
         if stream != _DEFAULT:
             if torch.cuda.is_current_stream_capturing():
-                return _of_graph(index, size)
+                return self._of_graph(index, size)
             if stream == _OF_EACH_THREAD:
                 return Buffer.of(new_zeros(size, index))
         buffer = self.buffers.get((index, stream))
@@ -70,22 +72,29 @@ class ScratchPool:
     def _grown(self, index: int, stream: int, size: int) -> Buffer:
         buffer = Buffer.of(_zeros_to_keep(max(LEAST, 1 << (size - 1).bit_length()), index, stream))
         with _writing:
-            if index not in slabs:
-                slabs[index] = _zeros_to_keep(CAPTURED, index, stream)
+            of_device = slabs.setdefault(index, [])
+            if _is_low(of_device):
+                of_device.append(_zeros_to_keep(CAPTURED, index, stream))
                 settle(index)
             while len(self.buffers) >= MOST:
                 del self.buffers[next(iter(self.buffers))]
             self.buffers[index, stream] = buffer
         return buffer
 
+    def _of_graph(self, index: int, size: int) -> Buffer:
+        with _writing:
+            of_device = slabs.get(index, [])
+            numbers = None
+            if of_device and len(of_device[-1]) >= size:
+                numbers, of_device[-1] = of_device[-1][:size], of_device[-1][-(-size // STEP) * STEP :]
+            if _is_low(of_device):  # then the next launch outside of graphs finds no buffer, and makes another slab
+                self.buffers = {key: buffer for key, buffer in self.buffers.items() if key[0] != index}
+        return Buffer.of(new_zeros(size, index) if numbers is None else numbers)
 
-def _of_graph(index: int, size: int) -> Buffer:
-    with _writing:
-        left = slabs.get(index)
-        if left is not None and len(left) >= size:
-            slabs[index] = left[-(-size // STEP) * STEP :]
-            return Buffer.of(left[:size])
-    return Buffer.of(new_zeros(size, index))
+
+def _is_low(of_device: list[Tensor]) -> bool:
+    """Whether a device should have another slab."""
+    return not of_device or (len(of_device[-1]) < CAPTURED // 2 and len(of_device) < MOST_SLABS)
 
 
 def _zeros_to_keep(size: int, index: int, stream: int) -> Tensor:
@@ -116,5 +125,6 @@ def settle(index: int) -> None:
 
 # What a kernel calls the numbers -> the pool that they are taken from. Of a scratch, only what counts is left at zero.
 POOLS = {"scratch_ptr": ScratchPool(), "arrivals_ptr": ScratchPool()}
-slabs: dict[int, Tensor] = {}  # device -> zeros that no graph was given yet
+# Device -> what no graph was given yet of each slab. Graphs take from the last; the others keep what graphs have there.
+slabs: dict[int, list[Tensor]] = {}
 _writing = threading.Lock()

@@ -104,6 +104,46 @@ def test_a_graph_sets_its_own_zeros_where_none_are_left(card: SimpleNamespace) -
     assert card.allocations[-1] == (10, 0)
 
 
+def slabs_made(card: SimpleNamespace) -> int:
+    return sum(size == zeroed_scratch.CAPTURED for size, _ in card.allocations)
+
+
+def test_the_next_launch_outside_of_graphs_makes_more_zeros_once_half_are_given_away(card: SimpleNamespace) -> None:
+    pool = ScratchPool()
+    shared = pool.buffer(0, 7, 10)
+    card.context.capturing = True
+    captured = [pool.buffer(0, 7, zeroed_scratch.CAPTURED // 2)]
+    card.context.capturing = False
+    assert pool.buffer(0, 7, 10) is shared
+    assert slabs_made(card) == 1, "half are left"
+    card.context.capturing = True
+    captured.append(pool.buffer(0, 7, 10))
+    assert slabs_made(card) == 1, "a capture allocates nothing"
+    card.context.capturing = False
+    pool.buffer(0, 8, 10)
+    assert slabs_made(card) == 2
+    assert card.settled == [0, 0]
+    card.context.capturing = True
+    captured.append(pool.buffer(0, 7, zeroed_scratch.CAPTURED))
+    assert card.allocations[-1][0] == zeroed_scratch.CAPTURED, "no graph sets zeros"
+    assert not any(overlap(left, right) for place, left in enumerate(captured) for right in captured[:place])
+    kept = {slab.untyped_storage().data_ptr() for slab in zeroed_scratch.slabs[0]}
+    assert {buffer.tensor.untyped_storage().data_ptr() for buffer in captured} == kept, "graphs hold no tensor"
+
+
+def test_graphs_that_come_and_go_do_not_fill_the_memory(card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zeroed_scratch, "MOST_SLABS", 3)
+    pool = ScratchPool()
+    for _ in range(5):
+        card.context.capturing = False
+        pool.buffer(0, 7, 10)
+        card.context.capturing = True
+        pool.buffer(0, 7, zeroed_scratch.CAPTURED)
+    assert slabs_made(card) == 3 + 2, "two graphs set their own"
+    card.context.capturing = False
+    assert pool.buffer(0, 7, 10) is pool.buffer(0, 7, 10)
+
+
 def test_a_handle_that_stands_for_the_streams_of_all_threads_shares_nothing(card: SimpleNamespace) -> None:
     pool = ScratchPool()
     first, second = (pool.buffer(0, 2, 300) for _ in range(2))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autoattn.hardware import nvidia
-from autoattn.kernels import compiler, forward
+from autoattn.kernels import compiler, forward, zeroed_scratch
 from autoattn.kernels.zeroed_scratch import POOLS
 from autoattn.tensors.operands import Operands
 
@@ -62,6 +62,35 @@ def test_graphs_are_replayed_beside_one_another_and_beside_launches(launch: Call
 
     for outputs in streams.replayed([launch] * 3, 20, beside=beside):
         assert all(torch.equal(output, wanted) for output in outputs)
+
+
+def test_no_graph_sets_zeros_however_many_were_captured_before(
+    launch: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, in_graphs = zeroed_scratch.new_zeros, []
+
+    def new_zeros(size: int, index: int) -> Tensor:
+        in_graphs.append(torch.cuda.is_current_stream_capturing())
+        return plain(size, index)
+
+    wanted = launch()
+    slabs: dict[int, list[Tensor]] = {}
+    monkeypatch.setattr(zeroed_scratch, "slabs", slabs)
+    monkeypatch.setattr(ARRIVALS, "buffers", {})
+    monkeypatch.setattr(zeroed_scratch, "new_zeros", new_zeros)
+    graphs: list[tuple[torch.cuda.CUDAGraph, Tensor]] = []
+    while len(slabs.get(torch.cuda.current_device(), [])) < 4:
+        assert len(graphs) < 200
+        assert torch.equal(launch(), wanted)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = [launch() for _ in range(250)]
+        graphs.append((graph, outputs[-1]))
+    assert in_graphs
+    assert not any(in_graphs)
+    for graph, output in graphs[::10]:
+        graph.replay()
+        assert torch.equal(output, wanted)
 
 
 def test_a_pool_that_a_thread_allocates_from_gets_everything_back(launch: Callable[[], Tensor]) -> None:
