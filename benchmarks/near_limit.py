@@ -4,8 +4,7 @@ Needs no GPU, and takes some minutes. Each measured problem is taken as a call t
 of the winner of another measured problem of its kind, as a look-up among entries would have it. Once, it is that of the
 first variant of a portfolio which was derived without it, and knows others of its kind. Both are over the best time of
 the problem. The script prints both means by the distance between the two problems, and the limit that saves the most
-time (`cache_lookup.NEAR`). Distances are sums of octaves, as `tuned_entries` has them: of sizes, and of work that
-saturates.
+time (`cache_lookup.NEAR`). Distances are octaves of sizes, as `tuned_entries` sums them.
 
 A winner that did not come to the rounds counts as somewhat slower than the last that did, where it was tried. Pairs of
 which a time is not known are left out.
@@ -17,7 +16,7 @@ import argparse
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import portfolio_derivation
@@ -35,7 +34,7 @@ from autoattn.core.variant import Variant
 from autoattn.runtime.plan import tuned_entries
 
 MOST = 3.0  # times the best: what a choice counts as that takes longer, so that no single one decides
-STEP = 0.5  # octaves
+STEP = 0.25  # octaves
 FARTHEST = 10.0
 
 
@@ -44,7 +43,6 @@ class Pair:
     """A problem, and another one of its kind."""
 
     octaves: float
-    work: float
     neighbour: float  # logarithm of its winner's time over the best
     portfolio: float  # the same of the variant of a portfolio that knows nothing of the kind
 
@@ -68,7 +66,6 @@ def pairs(
                 if other is not example and own is not None and theirs is not None:
                     yield Pair(
                         octaves=tuned_entries.distance_between(example.problem, other.problem),
-                        work=tuned_entries.work_between(example.problem, other.problem, example.device),
                         neighbour=theirs,
                         portfolio=own,
                     )
@@ -93,11 +90,11 @@ def loss(example: Example, variant: Variant, cover: Collection[Variant]) -> floa
     return math.log(min(MOST, time_us / example.best_us))
 
 
-def limit(pairs: Sequence[Pair], distance: Callable[[Pair], float]) -> tuple[float, float]:
+def limit(pairs: Sequence[Pair]) -> tuple[float, float]:
     """The limit below which neighbours save the most beside the portfolio, and the sum of logarithms that it saves."""
     saved = {0.0: 0.0}
     for end in ends():
-        saved[end] = sum(pair.portfolio - pair.neighbour for pair in pairs if distance(pair) < end)
+        saved[end] = sum(pair.portfolio - pair.neighbour for pair in pairs if pair.octaves < end)
     best = max(saved, key=lambda end: (saved[end], -end))
     return best, saved[best]
 
@@ -107,11 +104,11 @@ def ends() -> list[float]:
     return [STEP * number for number in range(1, round(FARTHEST / STEP) + 1)]
 
 
-def table(pairs: Sequence[Pair], distance: Callable[[Pair], float]) -> list[str]:
+def table(pairs: Sequence[Pair]) -> list[str]:
     """A row for each step of the distance."""
     lines = ["| octaves | pairs | winner of the neighbour | median | portfolio | median |", "|---|--:|--:|--:|--:|--:|"]
     for end in ends():
-        inside = [pair for pair in pairs if end - STEP <= distance(pair) < end]
+        inside = [pair for pair in pairs if end - STEP <= pair.octaves < end]
         if inside:
             cells = [f"{end - STEP:g} to {end:g}", str(len(inside))]
             for losses in ([pair.neighbour for pair in inside], [pair.portfolio for pair in inside]):
@@ -152,14 +149,9 @@ def main() -> None:
         f"{math.exp(statistics.fmean(known)):.3f} of the best, in the median {math.exp(statistics.median(known)):.3f}; "
         f"{len(known_pairs)} pairs"
     )
-    distances: dict[str, Callable[[Pair], float]] = {
-        "sizes": lambda pair: pair.octaves,
-        "work": lambda pair: pair.work,
-    }
-    for name, distance in distances.items():
-        best, saved = limit(known_pairs, distance)
-        print(f"\n{name}: a limit of {best:g} octaves saves most, {saved:.2f} in logarithms\n")
-        print("\n".join(table(known_pairs, distance)))
+    best, saved = limit(known_pairs)
+    print(f"\na limit of {best:g} octaves saves most, {saved:.2f} in logarithms\n")
+    print("\n".join(table(known_pairs)))
 
 
 if __name__ == "__main__":

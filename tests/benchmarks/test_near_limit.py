@@ -23,26 +23,24 @@ def example(seq_kv: int, times_us: dict[Variant, float]) -> Example:
     return Example(problem=samples.problem(seq_kv=seq_kv), device=H200, times_us=times_us, rivals_us={})
 
 
-def pair(work: float, neighbour: float, portfolio: float) -> Pair:
-    return Pair(octaves=2 * work, work=work, neighbour=math.log(neighbour), portfolio=math.log(portfolio))
+def pair(octaves: float, neighbour: float, portfolio: float) -> Pair:
+    return Pair(octaves=octaves, neighbour=math.log(neighbour), portfolio=math.log(portfolio))
 
 
 def test_the_limit_is_where_neighbours_begin_to_lose_to_the_portfolio() -> None:
     pairs = [pair(0.2, 1.0, 1.1), pair(1.2, 1.0, 1.2), pair(1.7, 1.3, 1.1), pair(4.0, 2.0, 1.1)]
-    best, saved = near_limit.limit(pairs, lambda each: each.work)
-    assert (best, saved) == (1.5, pytest.approx(math.log(1.1) + math.log(1.2)))
-    assert near_limit.limit(pairs, lambda each: each.octaves)[0] == 2.5
+    assert near_limit.limit(pairs) == (1.25, pytest.approx(math.log(1.1) + math.log(1.2)))
 
 
 def test_where_neighbours_never_win_no_limit_does() -> None:
-    assert near_limit.limit([pair(0.2, 1.2, 1.1)], lambda each: each.work) == (0.0, 0.0)
+    assert near_limit.limit([pair(0.2, 1.2, 1.1)]) == (0.0, 0.0)
 
 
 def test_a_pair_is_a_problem_beside_the_winner_of_another() -> None:
     examples = [example(4096, {FAST: 10.0, SLOW: 20.0}), example(2048, {FAST: 12.0, SLOW: 10.0})]
     chosen: dict[Problem, Variant | None] = {each.problem: FAST for each in examples}
     first, second = near_limit.pairs(examples, chosen, [FAST, SLOW])
-    assert (first.octaves, first.work) == (1.0, 0.0)  # both are long programs
+    assert first.octaves == second.octaves == 1.0
     assert (math.exp(first.neighbour), math.exp(first.portfolio)) == (pytest.approx(2.0), 1.0)
     assert (math.exp(second.neighbour), math.exp(second.portfolio)) == (pytest.approx(1.2), pytest.approx(1.2))
 

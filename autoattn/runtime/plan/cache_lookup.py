@@ -30,9 +30,9 @@ MIN_ARCH = 80  # Triton's tensor core path needs Ampere
 NEVER_ALIKE = (SDPA, "sdpa-cudnn")  # rivals whose gradients may be cuDNN's, which never repeat to the bit
 MAX_CLASSES = 4096  # of sizes, of one kind, whose answers are kept
 FARTHEST = 8.0  # octaves, summed over lengths and heads, that a neighbour may be away
-# The same of `tuned_entries.work_of`, where the portfolio was measured. Farther away, a neighbour's winner takes more
-# time than the portfolio's variant, in the mean of measured pairs (benchmarks/near_limit.py, decisions/near-limit.md).
-NEAR = 1.0
+# The same where the portfolio was measured. Farther away, a neighbour's winner takes more time than the portfolio's
+# variant, in the mean of measured pairs (benchmarks/near_limit.py, decisions/near-limit.md).
+NEAR = 0.25
 SISTER_OCTAVES = 1.0  # that a sister card's problem counts as farther away than one of this card
 # Octaves on caches, whose winners share tiles among as many programs as their sizes ask for (decisions/key-caches.md).
 NEAR_CACHE = 0.5
@@ -168,7 +168,6 @@ class _Lookup:
         self.unavailable = ""
         extents = tuned_entries.extents_of(problem)
         self.octaves = tuned_entries.octaves_of(extents)
-        self.work = tuned_entries.work_of(self.octaves, tuned.device)
         self.bucket = tuned_entries.bucket(problem, extents)
 
     @cached_property
@@ -251,7 +250,7 @@ class _Lookup:
             full = fills(self.octaves)
             return lambda neighbour, octaves: octaves <= NEAR_CACHE or (full and fills(neighbour.octaves))
         if portfolio.has_measured_facts(self.problem) and self.portfolio_choice is not None:
-            return lambda neighbour, _: tuned_entries.distance(neighbour.work, self.work) <= NEAR
+            return lambda neighbour, octaves: octaves <= NEAR
         if self._default_walks_measured_heads():
             group = self.octaves[3]
             return lambda neighbour, octaves: octaves <= NEAR_SHARED_KEYS and neighbour.octaves[3] == group

@@ -27,12 +27,6 @@ from autoattn.runtime.plan.kind_rules import KindRules
 
 MAX_KINDS = 512  # whose entries are kept
 CHECK_SECONDS = 0.5  # for which a program that meets ever new classes of sizes takes cache files as unchanged
-# Where work saturates, in octaves (`work_of`)
-TILE_ROWS = 128
-FULL_TILE = 9.0  # queries of a sequence
-LONG_PROGRAM = 11.0  # keys
-FULL_WAVES = 3.0  # tiles for each SM
-MANY_ROWS = 8.0  # queries of all heads that share keys
 Extents: TypeAlias = tuple[float, float, float, float]  # `extents_of` a problem
 Octaves: TypeAlias = tuple[float, float, float, float]  # `octaves_of` these
 Bucket: TypeAlias = tuple[int, ...]
@@ -44,7 +38,6 @@ class Neighbour:
 
     key: str
     octaves: Octaves  # where a sister card measured it, of the heads that give this card's SMs as much work each
-    work: Octaves  # `work_of` these
     bucket: Bucket
     deterministic: bool
     numerics: Numerics
@@ -172,7 +165,7 @@ def read(op: Op, device: Device, folders: tuple[Path, ...], kind: KernelKind | N
         device=device,
         measured=of_card,
         predicted={key: tuple(places) for key, places in predicted.items()},
-        neighbours=tuple(_neighbour(key, places, device) for key, places in of_card.items()),
+        neighbours=tuple(_neighbour(key, places) for key, places in of_card.items()),
         sisters=sisters,
         of_sisters=frozenset(neighbour.key for neighbour in sisters),
         sizes=frozenset(sizes_of(places[0].entry.problem) for places in groups),
@@ -207,7 +200,7 @@ def _sisters(op: Op, device: Device, folders: tuple[Path, ...], kind: KernelKind
         if place.measured:
             measured.setdefault((place.fingerprint, key), []).append(place)
     return tuple(
-        _of_sister(_neighbour(key, tuple(places), device), cards[fingerprint], device)
+        _of_sister(_neighbour(key, tuple(places)), cards[fingerprint], device)
         for (fingerprint, key), places in measured.items()
     )
 
@@ -216,16 +209,14 @@ def _of_sister(neighbour: Neighbour, card: SisterCard, device: Device) -> Neighb
     """A sister card's problem, as far from problems of this card as the work of one SM is."""
     queries, keys, heads, group = extents_of(neighbour.places[0].entry.problem)
     octaves = octaves_of((queries, keys, heads * device.sm_count / card.sm_count, group))
-    return replace(neighbour, octaves=octaves, work=work_of(octaves, device), card=card)
+    return replace(neighbour, octaves=octaves, card=card)
 
 
-def _neighbour(key: str, places: tuple[Placed, ...], device: Device) -> Neighbour:
+def _neighbour(key: str, places: tuple[Placed, ...]) -> Neighbour:
     problem = places[0].entry.problem
-    octaves = octaves_of(extents_of(problem))
     return Neighbour(
         key=key,
-        octaves=octaves,
-        work=work_of(octaves, device),
+        octaves=octaves_of(extents_of(problem)),
         bucket=bucket(problem),
         deterministic=problem.deterministic,
         numerics=problem.numerics,
@@ -270,18 +261,6 @@ def octaves_of(extents: Extents) -> Octaves:
     return log2(queries), log2(keys), log2(heads), log2(group)
 
 
-def work_of(octaves: Octaves, device: Device) -> Octaves:
-    """The same, as far as more of it changes which kernel is the fastest: queries, keys, tiles for each SM, group size.
-
-    From so many queries and keys on, a tile is full and a program long, and from some waves of tiles on the card is.
-    Heads that share keys count where few of their queries do, which may share a tile.
-    """
-    queries, keys, heads, group = octaves
-    tiles = queries + heads - math.log2(TILE_ROWS * device.sm_count)
-    shared = group if queries + group < MANY_ROWS else 0.0
-    return min(queries, FULL_TILE), min(keys, LONG_PROGRAM), min(tiles, FULL_WAVES), shared
-
-
 def fills_multiprocessors(octaves: Octaves, device: Device) -> bool:
     """Whether heads of keys alone have a program for each SM, of few queries, so that no programs need share a tile."""
     _, _, heads, group = octaves
@@ -291,12 +270,6 @@ def fills_multiprocessors(octaves: Octaves, device: Device) -> bool:
 def distance_between(problem: Problem, other: Problem) -> float:
     """Octaves between two problems, summed over queries of a sequence, keys, heads and group size."""
     return distance(octaves_of(extents_of(problem)), octaves_of(extents_of(other)))
-
-
-def work_between(problem: Problem, other: Problem, device: Device) -> float:
-    """The same of their `work_of`."""
-    octaves, others = octaves_of(extents_of(problem)), octaves_of(extents_of(other))
-    return distance(work_of(octaves, device), work_of(others, device))
 
 
 def distance(octaves: Octaves, others: Octaves) -> float:

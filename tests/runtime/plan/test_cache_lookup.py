@@ -32,9 +32,10 @@ H200, A30 = samples.H200, samples.A30
 H100 = device_profiles.named("h100")
 TEMPLATE = "triton/forward"
 PROBLEM = samples.problem()
-# Of the same kernels as PROBLEM: in its bucket, and half an octave to two octaves away.
+# Of the same kernels as PROBLEM: in its bucket, a tenth and a fifth of an octave away, and two octaves.
 IN_BUCKET = samples.problem(seq_q=1000)
-NEAR = samples.problem(seq_q=2048)
+NEAR = samples.problem(seq_q=1100)
+FARTHER = samples.problem(seq_q=1180)
 FAR = samples.problem(seq_q=2048, seq_kv=8192)
 
 
@@ -92,23 +93,23 @@ def test_the_problem_itself_beats_its_bucket(tmp_path: Path) -> None:
 
 
 def test_the_bucket_beats_a_farther_neighbour(tmp_path: Path) -> None:
-    explanation = explained(written(tmp_path, measured(NEAR), measured(IN_BUCKET), measured(FAR)))
+    explanation = explained(written(tmp_path, measured(NEAR), measured(IN_BUCKET), measured(FARTHER)))
     assert explanation.level is Level.BUCKET
     assert explanation.entry is not None
     assert explanation.entry.problem == IN_BUCKET
 
 
 def test_the_nearest_of_several_neighbours_is_taken(tmp_path: Path) -> None:
-    explanation = explained(written(tmp_path, measured(FAR), measured(NEAR), predicted(PROBLEM)))
+    explanation = explained(written(tmp_path, measured(FARTHER), measured(NEAR), predicted(PROBLEM)))
     assert explanation.level is Level.NEAREST
     assert explanation.entry is not None
     assert explanation.entry.problem == NEAR
-    assert "1.0 octaves away" in explanation.reason
+    assert "0.1 octaves away" in explanation.reason
     assert explanation.steps[0] == "exact: this problem was not measured on this card"
 
 
 def test_a_neighbour_beats_a_prediction(tmp_path: Path) -> None:
-    assert explained(written(tmp_path, measured(FAR), predicted(PROBLEM))).level is Level.NEAREST
+    assert explained(written(tmp_path, measured(FARTHER), predicted(PROBLEM))).level is Level.NEAREST
 
 
 def test_a_prediction_beats_the_default_and_says_that_it_is_none_measured(tmp_path: Path) -> None:
@@ -152,11 +153,13 @@ def test_products_of_float32_make_other_kernels(tmp_path: Path) -> None:
     assert explained(written(tmp_path, measured(exact)), coarse).level is Level.DEFAULT
 
 
+@pytest.mark.usefixtures("no_portfolio")  # beside one, only near entries are asked
 @pytest.mark.parametrize("change", [{"layout": Layout.BSHD}, {"heads_kv": 4}, {"batch": 8}, {"heads_q": 64}], ids=str)
 def test_batch_heads_and_layout_make_a_neighbour(tmp_path: Path, change: dict[str, Any]) -> None:
     assert explained(written(tmp_path, measured(samples.problem(**change)))).level in (Level.BUCKET, Level.NEAREST)
 
 
+@pytest.mark.usefixtures("no_portfolio")  # beside one, only near entries are asked
 def test_beyond_eight_octaves_nothing_is_a_neighbour(tmp_path: Path) -> None:
     within, beyond = samples.problem(seq_q=2**14, seq_kv=2**16), samples.problem(seq_q=2**14, seq_kv=2**17)
     assert explained(written(tmp_path / "within", measured(within))).level is Level.NEAREST
@@ -186,6 +189,7 @@ def test_winners_of_caches_that_need_no_shared_programs_serve_one_another(tmp_pa
     assert explained(folder, on_cache(batch=16, seq_kv=16384)).level is Level.DEFAULT
 
 
+@pytest.mark.usefixtures("no_portfolio")  # beside one, only near entries are asked
 def test_of_equally_near_neighbours_always_the_same_is_taken(tmp_path: Path) -> None:
     entries = [measured(samples.problem(seq_q=length)) for length in (512, 2048)]
     taken = [explained(written(tmp_path / str(turn), *entries[:: (-1) ** turn])).entry for turn in range(2)]
@@ -328,7 +332,7 @@ def test_an_entry_that_was_tuned_for_another_template_is_skipped_and_said(tmp_pa
 
 def test_every_stale_entry_is_said_once(tmp_path: Path) -> None:
     stale = [measured(problem, source_digest="0" * 16) for problem in (PROBLEM, NEAR)]
-    explanation = explained(written(tmp_path, *stale, predicted(FAR)))
+    explanation = explained(written(tmp_path, *stale, predicted(FARTHER)))
     assert explanation.level is Level.DEFAULT
     assert sum(f"{PROBLEM} cannot serve" in step for step in explanation.steps) == 1
     assert sum(f"{NEAR} cannot serve" in step for step in explanation.steps) == 1
@@ -423,7 +427,7 @@ def test_the_portfolio_goes_before_the_first_templates_default(
 
 
 @pytest.mark.parametrize("sister", [False, True])
-def test_the_portfolio_goes_before_entries_whose_work_is_far(
+def test_the_portfolio_goes_before_entries_that_are_far(
     sister: bool, tmp_path: Path, portfolio_of_two: tuple[Variant, Variant]
 ) -> None:
     """The H200's winner of 1,024 tokens took 1.7 times the tuned time of 128 tokens on an H100, where the portfolio
@@ -433,11 +437,11 @@ def test_the_portfolio_goes_before_entries_whose_work_is_far(
     folder = written(tmp_path / "own", measured(long))
     levels = {
         length: cache_lookup.explain(samples.problem(seq_q=length, seq_kv=length), card, folder).level
-        for length in (128, 800, 1300, 3000)
+        for length in (128, 1000, 1040, 1300)
     }
     near = {Level.SISTER} if sister else {Level.BUCKET, Level.NEAREST}
-    assert levels[128] is levels[3000] is Level.DEFAULT
-    assert {levels[800], levels[1300]} <= near
+    assert levels[128] is levels[1300] is Level.DEFAULT
+    assert {levels[1000], levels[1040]} <= near
 
 
 @pytest.mark.parametrize(
@@ -456,7 +460,7 @@ def test_where_the_portfolio_was_not_measured_far_entries_go_before_it(
     folder = written(tmp_path / "own", measured(tuned))
     tokens: dict[str, Any] = {"tokens_q": 2048, "tokens_kv": 2048} if tuned.packed else {}
     short = replace(tuned, seq_q=256, seq_kv=256, batch=2, **tokens)
-    assert tuned_entries.work_between(tuned, short, H200) > cache_lookup.NEAR
+    assert tuned_entries.distance_between(tuned, short) > cache_lookup.NEAR
     assert cache_lookup.explain(short, H200, folder).level is Level.NEAREST
 
 
@@ -472,7 +476,7 @@ def test_where_the_portfolio_has_nothing_that_can_run_the_templates_default_does
 # --- Sister cards -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sister", [H100, replace(H200, sm_count=66)], ids=["another name", "a slice"])
+@pytest.mark.parametrize("sister", [H100, replace(H200, sm_count=120)], ids=["another name", "a slice"])
 def test_what_another_card_of_the_architecture_measured_serves_as_a_sisters(sister: Device, tmp_path: Path) -> None:
     explanation = explained(written(tmp_path, measured(PROBLEM)), device=sister)
     assert explanation.level is Level.SISTER

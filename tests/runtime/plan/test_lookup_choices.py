@@ -43,8 +43,8 @@ def is_close(problem: Problem, tuned: Problem, octaves: float) -> bool:
     if problem.cache is not None:
         full = min(decoding.batch * decoding.heads_kv for decoding in (problem, tuned)) >= H200.sm_count
         return octaves <= (FARTHEST if full else NEAR_CACHE)
-    if portfolio.was_measured_for(problem, H200) and tuned_entries.work_between(tuned, problem, H200) > NEAR:
-        return False
+    if portfolio.was_measured_for(problem, H200):
+        return octaves <= NEAR
     shared = problem.op is Op.BACKWARD and problem.group_size > 1
     if shared and search_space.load("gluon/backward").seeds_for(problem, H200):
         return octaves <= NEAR_SHARED_KEYS and tuned.group_size == problem.group_size

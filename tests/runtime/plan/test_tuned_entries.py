@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -171,16 +170,3 @@ def test_why_an_entry_is_held_back_is_asked_once(tmp_path: Path, monkeypatch: py
     stranger = replace(entry)
     assert [entries.why_held_back(stranger) for _ in range(2)] == ["no reason"] * 2
     assert checked_entries == [entry, stranger, stranger], "one that does not stand in the cache may be gone at once"
-
-
-def test_work_saturates_where_tiles_are_full_programs_long_and_the_card_is_full() -> None:
-    def between(first: Problem, second: Problem) -> float:
-        return tuned_entries.work_between(first, second, H200)
-
-    long = samples.problem(seq_q=4096)
-    assert between(long, samples.problem(seq_q=2048, seq_kv=9000, batch=16)) == 0.0
-    assert between(long, replace(long, seq_kv=1024)) == 1.0, "programs of half of 2,048 keys"
-    assert between(long, samples.problem(seq_q=256)) == pytest.approx(1.0 + 3.0 - math.log2(4 * 32 * 256 / 128 / 132))
-    one_query = samples.problem(seq_q=1)
-    assert between(one_query, replace(one_query, heads_kv=32)) == 2.0, "heads that share keys share tiles"
-    assert between(long, replace(long, heads_kv=32)) == 0.0
