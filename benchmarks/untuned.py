@@ -217,7 +217,8 @@ def tune(problems: Sequence[Problem], card: Device, effort: Effort, cache: Path)
 
     def listen(progress: Progress) -> None:
         if progress.phase in ("done", "kept"):
-            print(f"[{progress.index + 1}/{progress.total}] {progress.problem} {progress.best_us}", file=sys.stderr)
+            outcome = progress.detail if progress.best_us is None else progress.best_us
+            print(f"[{progress.index + 1}/{progress.total}] {progress.problem} {outcome}", file=sys.stderr)
 
     options = search_options.Options(effort=effort, cache=cache)
     tuned = tuner.tune(problems, card, measured=True, options=options, listen=listen)
