@@ -22,7 +22,7 @@ from autoattn.runtime.plan.explanations import Explanation, Level
 H200 = device_profiles.named("h200")
 GLUON, PLAIN = "gluon/forward", "triton/forward"
 TUNED = samples.problem()
-NEAR = samples.problem(seq_q=2048)
+NEAR = samples.problem(seq_q=1100)
 FUTURE = "3.12.0"
 
 
