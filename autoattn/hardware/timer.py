@@ -224,7 +224,6 @@ class Stopwatch:
         Raises:
             RuntimeError: the call does something that a graph cannot hold.
         """
-        call()  # outside of the graph, where kernels make the zeros that graphs are given (`zeroed_scratch`)
         return cuda_graph.capture(_in_a_row(call, count), self.device, stream=stream).replay
 
     def cold_graph(self, call: Call, count: int) -> Call:
@@ -233,6 +232,7 @@ class Stopwatch:
         Raises:
             RuntimeError: the call does something that a graph cannot hold.
         """
+        call()  # outside of the graph, where kernels make the zeros that graphs are given (`zeroed_scratch`)
         return self.graph(lambda: (self._flush.zero_(), call()), count)
 
     def flushes(self, count: int) -> Call:
