@@ -265,6 +265,7 @@ def test_fa4_means_what_we_mean_by_a_score_mod(text: str, flash4_calls: list[dic
     assert "score_mod_bwd" not in flash4_calls[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("moves", [True, False])
 @pytest.mark.parametrize("text", [*drawn.SCORE_MODS, "20.0 * tanh(score / 20.0)"])
 def test_gradients_of_fa4_are_ours_whether_or_not_its_backward_pass_moves_queries(

@@ -44,6 +44,7 @@ def placed(folder: Path, number: int, data: bytes, kind: Kind = Kind.CACHE) -> P
     return path
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "count"), [(Kind.CACHE, 300), (Kind.SHAPES, 200), (Kind.SPACE, 25), (Kind.JOURNAL, 300)]
 )

@@ -64,6 +64,7 @@ def test_turns_by_mbarriers_wait_for_the_parity_of_the_block(mask: str) -> None:
             assert body.index("take_turn") < body.index("multiply_keys(") < body.index("advance(slot, phase)")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mask", rarely(["full", "window:600,64"], lambda mask: mask == "full"))
 def test_turns_by_mbarriers_serialise_no_product(mask: str) -> None:
     call = problem(head_dim=64, mask=mask)

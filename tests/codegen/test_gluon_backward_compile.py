@@ -122,6 +122,7 @@ def test_the_weights_of_wide_heads_do_not_wait_for_scores_gradients_of_their_own
         assert places == sorted(places), "the next scores are begun before anything is waited for"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_default_is_not_serialised_and_does_not_spill_in_its_loop() -> None:
     assert inspect(source(problem(mask="causal:top-left", dtype=DType.FLOAT16), Traits(wide=True)), 90).loop

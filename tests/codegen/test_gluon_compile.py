@@ -249,6 +249,7 @@ def test_rows_that_are_not_aligned_are_refused_before_they_are_rendered() -> Non
         source(problem(head_dim=64), Traits(alignment=4))
 
 
+@pytest.mark.exhaustive
 def test_serialised_products_are_a_compile_error() -> None:
     crowded = source(
         problem(head_dim=128), BLOCK_M=192, query_stages=1, output_buffer="shared", num_stages=1, softmax="online"

@@ -109,7 +109,7 @@ def decided(tensors: list[Tensor], keywords: dict[str, Any]) -> Any:
 FACTS = ["shapes", "dtype", "by", "pad", "gradient", "grad", "autocast", "matmul", "environment", *words]
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(calls, st.sampled_from(FACTS), st.tuples(tensor_facts, st.fixed_dictionaries(words)))
 def test_calls_with_one_key_are_decided_alike(call: Any, change: str, donor: Any) -> None:
     """The second call is the first one but for a fact, so that keys that forget it meet."""

@@ -307,6 +307,7 @@ def test_a_hopper_loop_with_more_than_2_moves_of_registers_in_100_is_not_measure
     assert reason == ("" if measured else "each block of keys moves registers to and from memory in 21 instructions")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("arch", "product"), rarely([(80, "HMMA"), (90, "HGMMA")], lambda case: case[0] == 90))
 def test_the_second_chance_that_multiplies_flags_is_not_taken_for_the_loop_that_masks(arch, product):
     """Of the shipped template, whose second chance also finds values of NaN and infinity by a product."""

@@ -70,7 +70,7 @@ def chosen_one_by_one(problem: Problem) -> tuple[str, CacheEntry | None, Variant
     return KERNEL, None, portfolio.default(problem, H200)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(st.sampled_from(SHIPPED), st.integers(), st.booleans())
 def test_a_class_gets_what_the_rules_say_one_by_one(kind: Problem, seed: int, repeats: bool) -> None:
     problem = drawn.resized(random.Random(seed), kind, drawn.LARGE).problem.simplified()
