@@ -116,6 +116,7 @@ def zeros_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zeroed_scratch, "slabs", {})
     for pool in zeroed_scratch.POOLS.values():
         monkeypatch.setattr(pool, "buffers", {})
+        monkeypatch.setattr(pool, "short", set())
 
 
 @pytest.fixture

@@ -42,6 +42,7 @@ class ScratchPool:
 
     def __init__(self) -> None:
         self.buffers: dict[tuple[int, int], Buffer] = {}  # (device, handle of the stream) -> buffer, the oldest first
+        self.short: set[tuple[int, int]] = set()  # (thread, device): captured launches left few zeros for others
 
     def here(self, device: torch.device, size: int) -> Tensor:
         """The numbers of at least `size` for one launch on the current stream of a CUDA device."""
@@ -56,8 +57,9 @@ class ScratchPool:
         order of the stream, as it does with every tensor: what PyTorch takes for one stream because its handle is
         the same is one stream here too. A handle that stands for many streams has new zeros for each launch. A
         graph that is being captured may be replayed while other launches run: each of its launches gets zeros that
-        nobody else is given in this process. Launches outside of graphs make these zeros, as soon as half of the
-        last ones are given away. Where none are left, the graph sets some to zero at each replay, which takes 1.2 us.
+        nobody else is given in this process. Launches outside of graphs make these zeros: a device's first one, and
+        that after a capture which left less than half of them, in the same thread, since a capture may forbid the
+        others to ask for memory. Where none are left, the graph sets some to zero at each replay, which takes 1.2 us.
         """
         if stream != _DEFAULT:
             if torch.cuda.is_current_stream_capturing():
@@ -67,34 +69,49 @@ class ScratchPool:
         buffer = self.buffers.get((index, stream))
         if buffer is None or buffer.size < size:
             buffer = self._grown(index, stream, size)
+        if self.short:
+            self._replenish(index, stream)
         return buffer
 
     def _grown(self, index: int, stream: int, size: int) -> Buffer:
         buffer = Buffer.of(_zeros_to_keep(max(LEAST, 1 << (size - 1).bit_length()), index, stream))
         with _writing:
-            of_device = slabs.setdefault(index, [])
-            if _is_low(of_device):
-                of_device.append(_zeros_to_keep(CAPTURED, index, stream))
-                settle(index)
+            if index not in slabs:
+                slabs[index] = [_slab(index, stream)]
             while len(self.buffers) >= MOST:
                 del self.buffers[next(iter(self.buffers))]
             self.buffers[index, stream] = buffer
         return buffer
 
+    def _replenish(self, index: int, stream: int) -> None:
+        captured = threading.get_ident(), index
+        if captured not in self.short:
+            return
+        self.short.discard(captured)
+        with _writing:
+            if _is_low(slabs[index]):
+                slabs[index].append(_slab(index, stream))
+
     def _of_graph(self, index: int, size: int) -> Buffer:
         with _writing:
-            of_device = slabs.get(index, [])
+            of_device = slabs.get(index)
             numbers = None
             if of_device and len(of_device[-1]) >= size:
                 numbers, of_device[-1] = of_device[-1][:size], of_device[-1][-(-size // STEP) * STEP :]
-            if _is_low(of_device):  # then the next launch outside of graphs finds no buffer, and makes another slab
-                self.buffers = {key: buffer for key, buffer in self.buffers.items() if key[0] != index}
+            if of_device and _is_low(of_device):
+                self.short.add((threading.get_ident(), index))
         return Buffer.of(new_zeros(size, index) if numbers is None else numbers)
 
 
 def _is_low(of_device: list[Tensor]) -> bool:
     """Whether a device should have another slab."""
-    return not of_device or (len(of_device[-1]) < CAPTURED // 2 and len(of_device) < MOST_SLABS)
+    return len(of_device[-1]) < CAPTURED // 2 and len(of_device) < MOST_SLABS
+
+
+def _slab(index: int, stream: int) -> Tensor:
+    zeros = _zeros_to_keep(CAPTURED, index, stream)
+    settle(index)
+    return zeros
 
 
 def _zeros_to_keep(size: int, index: int, stream: int) -> Tensor:

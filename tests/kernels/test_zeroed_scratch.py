@@ -120,6 +120,10 @@ def test_the_next_launch_outside_of_graphs_makes_more_zeros_once_half_are_given_
     captured.append(pool.buffer(0, 7, 10))
     assert slabs_made(card) == 1, "a capture allocates nothing"
     card.context.capturing = False
+    other = threading.Thread(target=lambda: pool.buffer(0, 9, 10))
+    other.start()
+    other.join()
+    assert slabs_made(card) == 1, "while one thread captures, another may not ask for memory"
     pool.buffer(0, 8, 10)
     assert slabs_made(card) == 2
     assert card.settled == [0, 0]
