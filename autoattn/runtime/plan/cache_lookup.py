@@ -274,7 +274,7 @@ class _Lookup:
         """The portfolio's first variant that can run, else the default of the first template that has one."""
         variant = self.portfolio_choice
         if variant is not None:
-            reason = partial(lookup_sentences.default_reason, variant.template)
+            reason = partial(lookup_sentences.portfolio_reason, variant.template)
             return self._answer(KERNEL, Level.DEFAULT, reason, variant=variant)
         refusals: list[Text] = []
         for space, seeds in self.rules.seeds:

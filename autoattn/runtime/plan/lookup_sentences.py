@@ -20,6 +20,14 @@ def default_reason(template: str) -> str:
     return f"no tuned entry can serve it, so a default of {template} runs; autoattn tune finds a better one"
 
 
+def portfolio_reason(template: str) -> str:
+    """Why a portfolio's choice runs."""
+    return (
+        f"no tuned entry is near enough, so a kernel of {template} runs that the portfolio has for these sizes; "
+        "autoattn tune may find a faster one"
+    )
+
+
 def without_default(why_not: Text) -> str:
     """Of a template that has none."""
     return f"default: {formed(why_not)}"

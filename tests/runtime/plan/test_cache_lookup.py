@@ -128,7 +128,7 @@ def test_without_any_entry_the_templates_default_runs(tmp_path: Path) -> None:
     explanation = explained(tmp_path)
     assert (explanation.level, explanation.route, explanation.entry) == (Level.DEFAULT, "kernel", None)
     assert explanation.variant == search_space.load("gluon/forward").default(PROBLEM, H200)
-    assert "autoattn tune" in explanation.reason
+    assert explanation.reason.startswith("no tuned entry can serve it, so a default of gluon/forward runs")
     assert [step.partition(":")[0] for step in explanation.steps] == ["exact", "bucket, nearest", "predicted"]
 
 
@@ -423,6 +423,7 @@ def test_the_portfolio_goes_before_the_first_templates_default(
     for seq_q, expected in ((1, few), (15, few), (1024, many), (4096, many)):
         explanation = explained(written(tmp_path / "own"), samples.problem(seq_q=seq_q))
         assert (explanation.level, explanation.variant) == (Level.DEFAULT, expected)
+        assert "that the portfolio has for these sizes" in explanation.reason
     assert next(iter(cache_lookup.variants(explanation, H200))) == many
 
 
@@ -758,7 +759,7 @@ def test_on_a_card_older_than_ampere_pytorch_answers(tmp_path: Path) -> None:
 
 
 def test_an_explanation_reads_as_one_line(tmp_path: Path) -> None:
-    assert str(explained(tmp_path)).startswith("kernel (default): no tuned entry can serve it, so a default of")
+    assert str(explained(tmp_path)).startswith("kernel (default): no tuned entry is near enough, so a kernel of")
 
 
 # --- classes of sizes -------------------------------------------------------------------------------------------------
