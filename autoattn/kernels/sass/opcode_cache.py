@@ -18,7 +18,7 @@ from autoattn.core.variant import digest_of
 
 Names = dict[tuple[int, ...], str]  # what tells encodings apart -> name of the instruction
 
-BITS = 2  # counts up when other bits tell encodings apart
+BITS = 3  # counts up when other bits tell encodings apart
 read_times: dict[Path, int] = {}  # when the file was last changed, as we read it
 
 

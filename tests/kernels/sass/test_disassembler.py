@@ -73,6 +73,12 @@ def attend(
     tl.store(o_ptr + o_m[:, None] * stride + o_d[None, :], (acc / s[:, None]).to(o_ptr.dtype.element_ty))
 
 
+@triton.jit
+def copy(flat, nested, out_ptr):
+    row = flat.load([0])
+    tl.store(out_ptr + tl.arange(0, 64), row + nested.load([0, 0, 0, 0, 0]).reshape(64))
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """Compiles the kernel above, each choice once."""
@@ -194,6 +200,17 @@ def test_remembered_names_and_branches_agree_with_the_disassembler(compiled, mon
             assert (target is not None) == (base == "BRA")
     targets = {target for _, target, _ in code if target is not None}
     assert targets == labelled(each[-1])
+
+
+def test_copies_of_one_dimension_and_of_five_have_names_of_their_own(monkeypatch):
+    signature = {"flat": "tensordesc<fp16[64]>", "nested": "tensordesc<fp16[1,1,1,1,64]>", "out_ptr": "*fp16"}
+    source = ASTSource(fn=copy, signature=signature, constexprs={})
+    cubin = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": NUM_WARPS}).asm["cubin"]
+    for name in ("base_names", "detailed_names"):
+        monkeypatch.setattr(disassembler, name, {})
+    text = next(data for name, data in disassembler.sections_of(cubin).items() if name.startswith(".text."))
+    names = {name for name, *_ in disassembler.decode(cubin, text, 90)}
+    assert {"UTMALDG.1D", "UTMALDG.5D"} <= names
 
 
 def labelled(cubin):
