@@ -157,8 +157,8 @@ def _name_bits(base: str, low: int, high: int) -> tuple[int, int]:
     """The bits that hold an instruction's modifiers: 72 to 104, without the predicates that it reads and writes."""
     # The size of an asynchronous product, and of a copy to or from tensor memory, stands where others hold an address.
     shape = low >> 48 & 0x3FFF if base in ("HGMMA", "QGMMA") else 0
-    # A product of one warp and a copy by the TMA unit have no predicates. There stand the type of the product's factors,
-    # and the highest bit of the copy's dimensions, without which one and five are the same.
+    # A product of one warp and a copy by the TMA unit have no predicates: the type of the product's factors and the
+    # highest bit of the copy's dimensions, without which one and five are the same, stand there.
     predicates = 0 if base in ("HMMA", "UTMALDG") else 0x3FF << 9
     return shape, high >> 8 & 0x1FFFFFFFF & ~predicates
 
