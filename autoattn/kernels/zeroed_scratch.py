@@ -93,13 +93,14 @@ class ScratchPool:
                 slabs[index].append(_slab(index, stream))
 
     def _of_graph(self, index: int, size: int) -> Buffer:
+        numbers = None
         with _writing:
-            of_device = slabs.get(index)
-            numbers = None
-            if of_device and len(of_device[-1]) >= size:
-                numbers, of_device[-1] = of_device[-1][:size], of_device[-1][-(-size // STEP) * STEP :]
-            if of_device and _is_low(of_device):
-                self.short.add((threading.get_ident(), index))
+            if of_device := slabs.get(index):
+                left = of_device[-1]
+                if len(left) >= size:
+                    numbers, of_device[-1] = left[:size], left[-(-size // STEP) * STEP :]
+                if _is_low(of_device):
+                    self.short.add((threading.get_ident(), index))
         return Buffer.of(new_zeros(size, index) if numbers is None else numbers)
 
 
