@@ -94,7 +94,8 @@ def measured(search: Searched, default: Variant, previous: Variant | None) -> St
     """The measured entry, or in words why there is none; yields while the finals run.
 
     The best few of the search, the template's default and the previous winner meet the rivals in the finals, and peers
-    that no call is dispatched to. A winner that keeps its first maximum is timed once more where that does it no good.
+    that no call is dispatched to. A winner that keeps its first maximum is timed once more where that does it no good;
+    one that is wrong there gives way to the best of the others.
     """
     trials = {trial.variant: trial for trial in search.working}
     objective, profile = search.options.objective, search.options.profile
@@ -114,16 +115,25 @@ def measured(search: Searched, default: Variant, previous: Variant | None) -> St
         return f"the finals ended with a {result.outcome.value}: {result.detail}"
     result = replace(result, absent={**uninvited, **result.absent})
     finalists = [trials[variant] for variant in variants]
-    decision = finals.decide(finalists, result, objective=objective, default=default, previous=previous)
-    if isinstance(decision, str):
-        return decision
-    worst: WorstCase | Failure | None = None
-    if decision.winner.variant.as_dict().get("softmax") == template_facts.FIRST_MAX:
-        worst = yield from search.shop.outgrow(search.problem, decision.winner.variant, seed=search.options.seed)
-    if isinstance(worst, Failure):
-        return f"the winner's worst case ended with a {worst.outcome.value}: {worst.detail}"
+    rejected: dict[Variant, Outcome] = {}
+    while True:
+        decision = finals.decide(finalists, result, objective=objective, default=default, previous=previous)
+        if isinstance(decision, str):
+            return decision
+        worst = yield from _worst_case(search, decision.winner.variant)
+        if not isinstance(worst, Failure):
+            break
+        rejected[decision.winner.variant] = worst.outcome
+        result = finals.without(result, finalists.index(decision.winner), worst)
     _keep(search, finalists, result.rounds, decision.winner)
-    return _entry(search, decision.winner, decision.others, decision, worst)
+    return _entry(search, decision.winner, decision.others, decision, worst, rejected)
+
+
+def _worst_case(search: Searched, winner: Variant) -> Steps[WorstCase | Failure | None]:
+    """The worst case of a winner that keeps its first maximum; others have none."""
+    if winner.as_dict().get("softmax") != template_facts.FIRST_MAX:
+        return None
+    return (yield from search.shop.outgrow(search.problem, winner, seed=search.options.seed))
 
 
 def _keep(search: Searched, finalists: list[Trial], taken: tuple[Round, ...], winner: Trial) -> None:
@@ -155,7 +165,7 @@ def _entry(
     """The entry of the winner; measured where the finals decided, and else predicted.
 
     Args:
-        rejected: what became in the interpreter of variants that compiled and failed there.
+        rejected: what became of variants that worked in the search, in the interpreter or in their worst case.
         checked: what the numbers of a predicted winner stand on.
     """
     trials = search.study.trials

@@ -14,6 +14,7 @@ from autoattn.core.trial import Energy, Measurement, Trial, Verdict
 from autoattn.core.variant import Variant
 from autoattn.search.gpu_jobs import Finished, finalist_name
 from autoattn.search.search_options import Objective
+from autoattn.workers.worker_pool import Failure
 
 TEMPLATE_DEFAULT = "template default"
 RIVAL_ERROR = 4.0  # times what the gate allows a kernel at the same size
@@ -121,6 +122,14 @@ def decide(
             ),
         ),
     )
+
+
+def without(result: Finished, place: int, worst: Failure) -> Finished:
+    """The same finals, in which the finalist at a place is not right, since its worst case failed."""
+    reason = f"its worst case ended with a {worst.outcome.value}: {worst.detail}"
+    verdicts = list(result.verdicts)
+    verdicts[place] = replace(verdicts[place], ok=False, reason=reason)
+    return replace(result, verdicts=tuple(verdicts))
 
 
 def _contenders(finalists: Sequence[Trial], result: Finished) -> list[_Contender]:

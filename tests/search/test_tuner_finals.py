@@ -15,7 +15,7 @@ from fake_workshop import GOOD, SMALL, FakeWorkshop, remember, rival, run, works
 
 from autoattn.baselines import external
 from autoattn.cache import finals_samples, store
-from autoattn.core.cache_entry import KERNEL
+from autoattn.core.cache_entry import KERNEL, WorstCase
 from autoattn.core.problem import Problem
 from autoattn.core.trial import Outcome, Verdict
 from autoattn.core.variant import Variant
@@ -174,15 +174,41 @@ def test_another_winner_has_no_worst_case(
     assert (workshop.outgrown, entry.worst) == ([], None)
 
 
-def test_a_winner_that_is_wrong_in_its_worst_case_leaves_no_entry(
+WRONG = Failure(outcome=Outcome.WRONG_RESULT, detail="two runs on the same inputs differ")
+
+
+def test_a_winner_that_is_wrong_in_its_worst_case_gives_way_to_the_best_of_the_others(
     workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong = Failure(outcome=Outcome.WRONG_RESULT, detail="two runs on the same inputs differ")
+    right, wrong = workshop.computed_twice, []
+
+    def computed_twice(self: FakeWorkshop, problem: Problem, variant: Variant, *, seed: int) -> WorstCase | Failure:
+        if len(wrong) == 2:
+            return right(self, problem, variant, seed=seed)
+        wrong.append(variant)
+        return WRONG
+
     only("first_max", monkeypatch, workshop)
-    monkeypatch.setattr(workshop, "computed_twice", lambda self, problem, variant, seed: wrong)
+    monkeypatch.setattr(workshop, "computed_twice", computed_twice)
+    entry = run(tmp_path, FIRST_MAX, measured=True, trials=30).entries[FIRST_MAX.key]
+    (finalists,) = workshop.finals
+    assert entry.variant not in wrong
+    times = [workshop.time_us(workshop, variant) for variant in finalists if variant not in wrong]  # type: ignore[arg-type]
+    assert workshop.time_us(workshop, entry.variant) <= 1.01 * min(times)  # type: ignore[arg-type]
+    assert not [candidate for candidate in entry.candidates if candidate.variant in wrong]
+    assert entry.search.outcomes[Outcome.WRONG_RESULT.value] == 2
+    assert (workshop.outgrown, entry.worst is not None) == ([(entry.variant, 0)], True)
+
+
+def test_finalists_that_are_all_wrong_in_their_worst_cases_leave_no_entry(
+    workshop: type[FakeWorkshop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workshop, "_is_refused", lambda self, problem, variant: variant["softmax"] != "first_max")
+    monkeypatch.setattr(workshop, "computed_twice", lambda self, problem, variant, seed: WRONG)
     summary = run(tmp_path, FIRST_MAX, measured=True, trials=30)
     assert summary.failed == {
-        FIRST_MAX.key: "the winner's worst case ended with a wrong result: two runs on the same inputs differ"
+        FIRST_MAX.key: "no finalist was right at full size: its worst case ended with a wrong result: two runs on the "
+        "same inputs differ"
     }
     assert summary.written == ()
     assert not list(tmp_path.rglob("forward.json"))
