@@ -36,6 +36,7 @@ from autoattn.validation import output_check
 
 ERROR_RATIO = 3.0  # times PyTorch's own error in the low precision
 TF32_ULP = 2.0**-10
+STEEP_LENGTHS = (257, 256)
 RING_LENGTHS = (300, 140)  # for the interpreter of Gluon: blocks of queries outnumber the slots of a ring
 SPOT_HEADS = 2  # key heads of all sequences that are compared at full size; the small cases compare all
 # Which of batch, heads, queries and keys share a learned bias; as many as do not meet the same groups and layouts.
@@ -76,7 +77,7 @@ class Gate:
         facts.append((lengths[0] if tiny else output_check.LOUD_LENGTHS, Scores.LOUD))
         # tf32 takes steep scores for others that are off by up to 0.2, and gradients by more than their own size.
         if problem.precision is not Precision.TF32:
-            facts.append((lengths[0] if tiny else output_check.STEEP_LENGTHS, Scores.STEEP))
+            facts.append((lengths[0] if tiny else STEEP_LENGTHS, Scores.STEEP))
         if rings:
             facts.append((RING_LENGTHS, Scores.PLAIN))
         self.cases = [

@@ -94,6 +94,19 @@ def test_numbers_that_spoil_one_programs_part_spoil_nothing_else(child: Pool, ma
     assert result.ok, result
 
 
+def test_the_gates_steep_case_finds_a_second_computation_that_drops_blocks_of_a_shared_tile(child: Pool) -> None:
+    seq_q, seq_kv = output_check.STEEP_LENGTHS
+    problem = small(heads_q=1, mask="full", seq_q=seq_q, seq_kv=seq_kv)
+    source = kernels.source(problem, SPLITS=8, softmax="first_max", BLOCK_M=128, BLOCK_N=128)
+    blocks = "tl.range(begin_n, end_n, BLOCK_N, num_stages=1)"
+    assert source.text.count(blocks) == 1
+    fault = replace(source, text=source.text.replace(blocks, blocks.replace("end_n", "begin_n + BLOCK_N")))
+    judged = [
+        interpreted.result(child, Run(source=each, problem=problem, make=interpreted.steep)) for each in (source, fault)
+    ]
+    assert [result.ok for result in judged] == [True, False], judged
+
+
 def test_sums_that_are_finite_one_by_one_do_not_overflow_together(child: Pool) -> None:
     """Around the first block's maximum each program's sum is about 2.6e38, which twice is more than float32 holds."""
     problem = small(seq_q=1, seq_kv=64, dtype=DType.FLOAT32)
