@@ -196,10 +196,12 @@ def _part(
     query = _scaled(operands.query[entry, group, place.first_q + positions], operands.query_scale, place, head, dtype)
     key = _scaled(_keys_of(operands, operands.key, place, head), operands.key_scale, place, head, dtype)
     value = _scaled(_keys_of(operands, operands.value, place, head), operands.value_scale, place, head, dtype)
-    query = query * operands.scale
-    if cut:
+    if cut:  # queries lose the bits that they lose in a kernel, which scales scores
         query, key, value = (cut_to_tf32(tensor) for tensor in (query, key, value))
-    scores = _modified(problem, operands, query @ key.transpose(0, 1), place, group)
+        scores = query @ key.transpose(0, 1) * operands.scale
+    else:
+        scores = (query * operands.scale) @ key.transpose(0, 1)
+    scores = _modified(problem, operands, scores, place, group)
     seen = _visible(problem, operands, place)
     seen = seen[group] if seen.shape[0] > 1 else seen
     bias = operands.bias

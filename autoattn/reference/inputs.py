@@ -115,18 +115,33 @@ def make(
         mask_captures=_captured(problem, problem.mask.mod, MASK_NAMES, device, generator),
         score_captures=_captured(problem, modifiers.score_mod, SCORE_NAMES, device, generator),
     )
-    return outgrown(operands) if scores is Scores.OUTGROWN else operands
+    return _far_apart(operands) if scores is Scores.OUTGROWN else operands
 
 
 def outgrown(operands: Operands) -> Operands:
-    """The same tensors, with scores that outgrow the maximum of whatever keys a tile begins with.
+    """The same values for scores that outgrow the maximum of whatever keys a tile begins with.
 
     Scores of normal tensors then have a spread of 1,024. A row's largest one lies above that of its first block by
     more than float32's exponents reach, 89, unless it is in that block: with as many rows as a tile has, one of them
     has its largest elsewhere, whether keys are walked from the first or from the last one, under every mask. Only
     tiles that see no other block than the first are spared.
+
+    Queries and keys are those of `operands` in eighths. All products and sums of such numbers are exact in tensor
+    cores too. Otherwise what tf32 cuts off would decide, at this spread, which of two near keys has a row.
     """
+    query, key = _in_eighths(operands.query), _in_eighths(operands.key)
+    is_latent = operands.value.data_ptr() == operands.key.data_ptr()
+    value = key[..., : operands.value.shape[3]] if is_latent else operands.value
+    return _far_apart(replace(operands, query=query, key=key, value=value))
+
+
+def _far_apart(operands: Operands) -> Operands:
     return replace(operands, scale=operands.scale * OUTGROWN, softcap=operands.softcap * OUTGROWN)
+
+
+def _in_eighths(tensor: Tensor) -> Tensor:
+    """Multiples of 1/8: normal numbers then have 6 bits. Those of float8, which have 4, stay as they are."""
+    return tensor if tensor.dtype is torch.float8_e4m3fn else (tensor * 8.0).round() / 8.0
 
 
 def tensor(
@@ -169,6 +184,9 @@ def _spread(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -> None:
         query[..., -1] = STEEP_QUERY
         last = STEEP_RISE / STEEP_QUERY * query.shape[3] ** 0.5
         key[..., -1] = torch.linspace(0.0, last, key.shape[2], device=key.device).to(key.dtype)
+    elif scores is Scores.OUTGROWN:
+        for tensor in (query, key):
+            tensor.copy_(_in_eighths(tensor))
     elif scores is Scores.WILD:
         keys = key.shape[2]
         if value.data_ptr() == key.data_ptr():  # of a latent, where inf would be in the key too, and a score NaN

@@ -7,6 +7,7 @@ import math
 import random
 from typing import Any
 
+import cached
 import drawn
 import interpreted
 import kernels
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoattn.core.call_arguments import BY_NAME
+from autoattn.core.key_cache import KeyCache
 from autoattn.core.modifiers import Bias, Modifiers
 from autoattn.core.problem import DType, Layout
 from autoattn.reference import attention_formula, inputs
@@ -85,6 +87,30 @@ def test_outgrown_scores_overflow_in_every_tile_around_its_first_keys(mask: str,
         rise = tile.amax(-1) - tile[..., first].amax(-1)
         assert float(rise.amax(-1).min()) > 89.0, (start, "in every head of every sequence some row must overflow")
     assert spared <= 1
+
+
+@pytest.mark.parametrize("layout", [Layout.BHSD, Layout.BSHD])
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32])
+def test_outgrown_scores_are_exact_whatever_a_tensor_core_cuts_off(dtype: DType, layout: Layout) -> None:
+    problem = kernels.problem(dtype=dtype, head_dim=256, seq_q=64, seq_kv=300, heads_q=2, heads_kv=2, layout=layout)
+    usual = operands_of(problem)
+    drawn_so = operands_of(problem, scores=Scores.OUTGROWN, guard=3)
+    for operands in (inputs.outgrown(usual), drawn_so):
+        query, key = operands.query, operands.key
+        cut = attention_formula.cut_to_tf32(query.float()) @ attention_formula.cut_to_tf32(key.float()).mT
+        assert torch.equal(cut.double(), query.double() @ key.double().mT)
+        assert operands.scale == usual.scale * inputs.OUTGROWN
+    assert inputs.outgrown(usual).query.stride() == usual.query.stride()
+    assert float((inputs.outgrown(usual).key - usual.key).abs().max()) <= 1 / 16
+    assert drawn_so.key._base is not None
+    assert bool(drawn_so.key._base.isnan().any()), "rows of NaN stand behind each sequence"
+
+
+def test_outgrown_keys_of_a_latent_hold_its_values() -> None:
+    cache = KeyCache.parse("contiguous,latent")
+    problem = cached.problem(cache, dtype=DType.BFLOAT16, head_dim=576, head_dim_v=512, heads_q=4, heads_kv=1)
+    operands = inputs.outgrown(operands_of(problem))
+    assert torch.equal(operands.value, operands.key[..., :512])
 
 
 @pytest.mark.parametrize(

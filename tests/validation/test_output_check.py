@@ -39,7 +39,8 @@ from autoattn.core.modifiers import Bias, Modifiers
 from autoattn.core.problem import DType, Layout, Precision, Problem
 from autoattn.core.variant import Traits
 from autoattn.kernels import forward
-from autoattn.reference import attention_formula
+from autoattn.reference import attention_formula, inputs
+from autoattn.reference.inputs import Scores
 from autoattn.validation import gradient_check, output_check
 from autoattn.validation.output_check import Case, Gate
 
@@ -215,6 +216,17 @@ def test_a_row_that_is_not_compared_must_be_written_all_the_same() -> None:
     verdict = output_check.judge(Planted(problem=problem, body=forgets_a_row), [case])  # type: ignore[arg-type]
     assert not verdict.ok
     assert "never written" in verdict.reason
+
+
+@pytest.mark.parametrize("head_dim", [16, 40, 128])
+def test_a_worst_case_in_tf32_allows_a_small_share_of_a_value(head_dim: int) -> None:
+    """Values reach 4, and some row would read other keys if scores lost bits, here or in the yardstick."""
+    lengths = {"seq_q": 700, "seq_kv": 700, "head_dim": head_dim}
+    problem = kernels.problem(dtype=DType.FLOAT32, precision=Precision.TF32, mask="causal", **lengths)
+    usual = output_check.full_case(problem, CPU, torch.Generator().manual_seed(1)).operands
+    seed = torch.Generator().manual_seed(1)
+    case = output_check.case_of(problem, inputs.outgrown(usual), seed, scores=Scores.OUTGROWN)
+    assert case.allowed < 0.1
 
 
 def test_without_a_guard_the_inputs_are_contiguous() -> None:
