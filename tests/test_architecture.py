@@ -112,8 +112,11 @@ def faults(name: str, source: str, order: list[str] = ORDER) -> list[str]:
         for door, rooms in DOORS.items():
             if f"{dependency}.".startswith(f"{door}.") and not any(f"{name}.".startswith(f"{room}.") for room in rooms):
                 messages.append(f"{name} imports {dependency}, whose doors are {', '.join(sorted(rooms))}")
-    attributes = {ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
-    if name != "kernels.compiler" and "triton.compile" in attributes:
+    calls_compiler = any(
+        isinstance(node, ast.Attribute) and node.attr == "compile" and ast.unparse(node.value) == "triton"
+        for node in ast.walk(ast.parse(source))
+    )
+    if name != "kernels.compiler" and calls_compiler:
         messages.append(f"{name} calls triton.compile, whose door is kernels.compiler")
     return messages
 
@@ -201,7 +204,8 @@ def private_names(source: str) -> list[tuple[int, str]]:
 
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            places.append((node.lineno, meant(node)))
+            if node.attr.startswith("_"):
+                places.append((node.lineno, meant(node)))
         elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in REPLACING:
             match node.args:
                 case [ast.Constant(value=str(target)), *_]:
