@@ -33,7 +33,7 @@ def keeping(folder: Path, device: Device) -> list[CacheEntry]:
         entry
         for entry in store.lookup(folder, device, Op.FORWARD).values()
         if entry.evidence is Evidence.MEASURED
-        and entry.params.get("softmax") == template_facts.FIRST_MAX
+        and template_facts.keeps_first_max(entry.variant)
         and store.why_stale(entry) is None
     ]
 

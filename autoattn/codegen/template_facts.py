@@ -24,6 +24,11 @@ FIRST_MAX = "first_max"  # the one that keeps its first maximum, and computes a 
 AS_ASKED = "as_asked"  # the parameter `products` when float32 products are formed as the problem says
 
 
+def keeps_first_max(variant: Variant) -> bool:
+    """Whether a kernel keeps its first maximum, so that its time depends on how scores grow."""
+    return variant.as_dict().get("softmax") == FIRST_MAX
+
+
 def of_kernel(kind: KernelKind, variant: Variant, traits: Traits) -> dict[str, object]:
     """Everything that a template may ask of a kind; numbers of the launch are left out on purpose."""
     mask, modifiers = kind.mask, kind.modifiers

@@ -130,13 +130,17 @@ def outgrown(operands: Operands) -> Operands:
     cores too. Otherwise what tf32 cuts off would decide, at this spread, which of two near keys has a row.
     """
     query, key = _in_eighths(operands.query), _in_eighths(operands.key)
-    is_latent = operands.value.data_ptr() == operands.key.data_ptr()
-    value = key[..., : operands.value.shape[3]] if is_latent else operands.value
+    value = key[..., : operands.value.shape[3]] if _are_latent(operands.key, operands.value) else operands.value
     return _far_apart(replace(operands, query=query, key=key, value=value))
 
 
 def _far_apart(operands: Operands) -> Operands:
     return replace(operands, scale=operands.scale * OUTGROWN, softcap=operands.softcap * OUTGROWN)
+
+
+def _are_latent(key: Tensor, value: Tensor) -> bool:
+    """Whether values are the first elements of their keys, in the same memory."""
+    return bool(value.data_ptr() == key.data_ptr())
 
 
 def _in_eighths(tensor: Tensor) -> Tensor:
@@ -189,7 +193,7 @@ def _spread(scores: Scores, query: Tensor, key: Tensor, value: Tensor) -> None:
             tensor.copy_(_in_eighths(tensor))
     elif scores is Scores.WILD:
         keys = key.shape[2]
-        if value.data_ptr() == key.data_ptr():  # of a latent, where inf would be in the key too, and a score NaN
+        if _are_latent(key, value):  # where inf would be in the key too, and a score NaN
             value[:, :, -3:, ::3] = math.nan
             return
         for place, number in ((keys // 3, math.inf), (keys // 2, -math.inf), (keys - 1, math.nan)):
@@ -220,7 +224,7 @@ def _train(
         sinks = key[:, :, first : first + min(SINKS, keys)]
         sinks.copy_((sinks.float() + common).to(key.dtype))
         first += keys
-    if value.data_ptr() == key.data_ptr():  # of a latent, whose scores would have the tail too
+    if _are_latent(key, value):  # whose scores would have the tail too
         return
     seed = int(torch.randint(2**31, (1,), generator=generator))
     loud = torch.empty_like(value, dtype=torch.float32)

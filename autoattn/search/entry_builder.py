@@ -21,7 +21,7 @@ from autoattn.core.problem import Problem
 from autoattn.core.trial import Evidence, Outcome, Trial, Verdict
 from autoattn.core.variant import Variant
 from autoattn.hardware import nvidia
-from autoattn.search import finals, multi_template, peer_calls, predicted_ranking
+from autoattn.search import finals, job_results, multi_template, peer_calls, predicted_ranking
 from autoattn.search.gpu_jobs import finalist_name
 from autoattn.search.multi_template import Contest
 from autoattn.search.predicted_ranking import CANDIDATES
@@ -112,7 +112,7 @@ def measured(search: Searched, default: Variant, previous: Variant | None) -> St
         best_us=min((trial.time_us for trial in trials.values() if trial.time_us is not None), default=None),
     )
     if isinstance(result, Failure):
-        return f"the finals ended with a {result.outcome.value}: {result.detail}"
+        return f"the finals {job_results.words(result)}"
     result = replace(result, absent={**uninvited, **result.absent})
     finalists = [trials[variant] for variant in variants]
     rejected: dict[Variant, Outcome] = {}
@@ -131,7 +131,7 @@ def measured(search: Searched, default: Variant, previous: Variant | None) -> St
 
 def _worst_case(search: Searched, winner: Variant) -> Steps[WorstCase | Failure | None]:
     """The worst case of a winner that keeps its first maximum; others have none."""
-    if winner.as_dict().get("softmax") != template_facts.FIRST_MAX:
+    if not template_facts.keeps_first_max(winner):
         return None
     return (yield from search.shop.outgrow(search.problem, winner, seed=search.options.seed))
 

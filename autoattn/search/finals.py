@@ -12,6 +12,7 @@ from autoattn.core.cache_entry import KERNEL, Finalist, Finals, Rival
 from autoattn.core.paired_stats import Interval, Round
 from autoattn.core.trial import Energy, Measurement, Trial, Verdict
 from autoattn.core.variant import Variant
+from autoattn.search import job_results
 from autoattn.search.gpu_jobs import Finished, finalist_name
 from autoattn.search.search_options import Objective
 from autoattn.workers.worker_pool import Failure
@@ -126,7 +127,7 @@ def decide(
 
 def without(result: Finished, place: int, worst: Failure) -> Finished:
     """The same finals, in which the finalist at a place is not right, since its worst case failed."""
-    reason = f"its worst case ended with a {worst.outcome.value}: {worst.detail}"
+    reason = f"its worst case {job_results.words(worst)}"
     verdicts = list(result.verdicts)
     verdicts[place] = replace(verdicts[place], ok=False, reason=reason)
     return replace(result, verdicts=tuple(verdicts))

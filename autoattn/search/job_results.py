@@ -52,7 +52,7 @@ def code_of(report: StaticReport, source: Source) -> str:
 
 
 def words(reason: str | Failure) -> str:
-    """Why a peer takes no part, in one clause."""
+    """Why a job gave nothing, or a peer takes no part, in one clause."""
     return reason if isinstance(reason, str) else f"ended with a {reason.outcome.value}: {reason.detail}"
 
 

@@ -119,7 +119,7 @@ class Verifier:
             )
         if not result.verdicts[0].ok:
             return self._verification(entry, Finding.WRONG, f"at full size: {result.verdicts[0].reason}")
-        if entry.variant.as_dict().get("softmax") == template_facts.FIRST_MAX:
+        if template_facts.keeps_first_max(entry.variant):
             worst = self.shop.alone(self.shop.outgrow(entry.problem, entry.variant, seed=0))
             if isinstance(worst, Failure):
                 return self._verification(

@@ -94,14 +94,14 @@ def test_outgrown_scores_overflow_in_every_tile_around_its_first_keys(mask: str,
 def test_outgrown_scores_are_exact_whatever_a_tensor_core_cuts_off(dtype: DType, layout: Layout) -> None:
     problem = kernels.problem(dtype=dtype, head_dim=256, seq_q=64, seq_kv=300, heads_q=2, heads_kv=2, layout=layout)
     usual = operands_of(problem)
-    drawn_so = operands_of(problem, scores=Scores.OUTGROWN, guard=3)
-    for operands in (inputs.outgrown(usual), drawn_so):
+    outgrown, drawn_so = inputs.outgrown(usual), operands_of(problem, scores=Scores.OUTGROWN, guard=3)
+    for operands in (outgrown, drawn_so):
         query, key = operands.query, operands.key
         cut = attention_formula.cut_to_tf32(query.float()) @ attention_formula.cut_to_tf32(key.float()).mT
         assert torch.equal(cut.double(), query.double() @ key.double().mT)
         assert operands.scale == usual.scale * inputs.OUTGROWN
-    assert inputs.outgrown(usual).query.stride() == usual.query.stride()
-    assert float((inputs.outgrown(usual).key - usual.key).abs().max()) <= 1 / 16
+    assert outgrown.query.stride() == usual.query.stride()
+    assert float((outgrown.key - usual.key).abs().max()) <= 1 / 16
     assert drawn_so.key._base is not None
     assert bool(drawn_so.key._base.isnan().any()), "rows of NaN stand behind each sequence"
 
