@@ -181,11 +181,12 @@ def journal(path: Path) -> Storage:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        place = path.absolute()  # the program may change its folder before the last line is written
         # Optuna's own locks outlive a killed process; this one the kernel takes back.
-        lock = filelock.FileLock(f"{path}.lock", timeout=LOCK_SECONDS)
+        lock = filelock.FileLock(f"{place}.lock", timeout=LOCK_SECONDS)
         with lock:
-            _mend(path)
-        kept = JournalStorage(_Mended(str(path), lock))
+            _mend(place)
+        kept = JournalStorage(_Mended(str(place), lock))
     except Exception as error:  # Optuna replays what the file says without looking at it first
         raise _refused(path, error) from None
     return Storage(kept=kept, refusal=lambda error: _refused(path, error))

@@ -321,12 +321,18 @@ def test_studies_share_a_journal_and_know_nothing_of_each_other(open_study: Call
     assert {trial.outcome for trial in open_study(name="other").trials.values()} == {Outcome.CRASH}
 
 
-def test_a_relative_journal_is_written_where_it_was_named(
+def test_a_relative_journal_stays_where_it_was_named_when_the_program_changes_its_folder(
     open_study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
     monkeypatch.chdir(tmp_path)
-    search(open_study(journal=Path("here") / "j.journal"), 3)
-    assert len(open_study(journal=tmp_path / "here" / "j.journal").trials) == 3
+    study = open_study(journal=Path("here") / "j.journal")
+    search(study, 3)
+    monkeypatch.chdir(elsewhere)
+    search(study, 2)
+    assert len(open_study(journal=tmp_path / "here" / "j.journal").trials) == 5
+    assert list(elsewhere.iterdir()) == []
 
 
 def test_a_lock_file_that_a_killed_tuner_left_stops_nobody(open_study: Callable[..., Study], tmp_path: Path) -> None:
