@@ -141,7 +141,7 @@ def _forward_facts(
         "output_element": traits.merged or argument_names.ELEMENT[kind.dtype.output],
         "merged": bool(traits.merged),
         "float8": kind.dtype is DType.FLOAT8,
-        "parts_qk": _parts(kind.head_dim, split, least),
+        "parts_qk": _parts(kind.head_dim, split, least, sliced=params.get("queries_in") == "shared"),
         "parts_v": _parts(kind.head_dim_v, params["HEAD_SPLIT"] == 1, least),
         "whole_qk": _parts(kind.head_dim, False, least),
         "whole_v": _parts(kind.head_dim_v, False, least),
@@ -183,17 +183,33 @@ def _needs_mask(kind: KernelKind) -> str:
     return f"({end}) | (start_n < tl.max(o_m) + first)" if mask.bounded_left else end
 
 
-def _parts(head_dim: int, split: bool, least: int) -> list[dict[str, object]]:
-    """The tiles that hold a head dim: one, or two powers of two that waste less; none narrower than `least`."""
+def _parts(head_dim: int, split: bool, least: int, *, sliced: bool = False) -> list[dict[str, object]]:
+    """The tiles that hold a head dim: one, or two powers of two that waste less; none narrower than `least`.
+
+    `depths` are the columns of a tile that products sum over, one after the other: all at once, or, where both factors
+    can be sliced, those that the head dim fills.
+    """
     widths = pieces(head_dim) if split else (padded(head_dim),)
     if min(widths) < least:
         widths = (max(least, padded(head_dim)),)
     suffixes = ("",) if len(widths) == 1 else ("_low", "_high")
     begins = (0, widths[0])
     return [
-        {"suffix": suffix, "begin": begin, "width": width, "masked": begin + width > head_dim}
+        {
+            "suffix": suffix,
+            "begin": begin,
+            "width": width,
+            "masked": begin + width > head_dim,
+            "depths": _depths(min(width, head_dim - begin), width, least) if sliced else (width,),
+        }
         for suffix, begin, width in zip(suffixes, begins, widths, strict=False)
     ]
+
+
+def _depths(filled: int, width: int, least: int) -> tuple[int, ...]:
+    """Of a tile that is filled in part, what products sum over: parts of at least `least`, or the whole width."""
+    parts = depths(filled)
+    return parts if min(parts) >= least and sum(parts) < width else (width,)
 
 
 def _key_tiles(block_n: int) -> list[dict[str, object]]:
