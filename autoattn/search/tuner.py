@@ -175,7 +175,7 @@ class _All:
             contests = {number: run.contest(siblings) for number, run in runs.items()}
             for contest in contests.values():
                 stack.callback(contest.close)
-            yield from self._search(place, contests, siblings)
+            yield from self._search(place, runs, contests, siblings)
             for ended, (number, run) in enumerate(runs.items(), start=1):
                 search = run.search(contests[number])
                 if self.measured and search.working:
@@ -184,7 +184,10 @@ class _All:
                 self.work.note(place, SEARCHING + (1.0 - SEARCHING) * ended / len(runs))
                 self._end(number, result)
 
-    def _search(self, place: int, contests: Mapping[int, Contest], siblings: Sequence[CacheEntry]) -> Steps[None]:
+    def _search(
+        self, place: int, runs: Mapping[int, ProblemRun], contests: Mapping[int, Contest],
+        siblings: Sequence[CacheEntry],
+    ) -> Steps[None]:  # fmt: skip
         """Searches the problems of a group together."""
         begin: float | None = None  # the first result: starting the workers is no search
         options, shop, budget = self.options, self.shop, self.options.budget
@@ -206,8 +209,14 @@ class _All:
         def now() -> float:
             return time.monotonic() - shop.finals_seconds
 
-        def late() -> bool:
+        def overdue() -> bool:
             return begin is not None and now() - begin > options.search_seconds * len(contests)
+
+        def late() -> bool:
+            if not overdue():
+                return False
+            # What is predicted stands beside what calls run by themselves, however busy the compilers are.
+            return self.measured or not any(runs[number].awaits_default(each) for number, each in contests.items())
 
         def heard(trial: Trial) -> None:
             nonlocal begin, heard_of, kernels
@@ -221,7 +230,7 @@ class _All:
             self._tell(number, "search", len(trials), budget, best, str(trial.detail))
 
         yield from shop.search(search, budget=budget, more=more, late=late, heard=heard)
-        while search.elsewhere and not late():  # what others are trying counts; what they give up is tried here
+        while search.elsewhere and not overdue():  # what others are trying counts; what they give up is tried here
             if shop.idle:
                 time.sleep(LISTEN_SECONDS)
             else:  # another problem's search goes on

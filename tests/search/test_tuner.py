@@ -54,6 +54,21 @@ def test_effort_instant_tries_seeds_alone_and_has_finals(
     assert summary.entries[SMALL.key].search.effort == "instant"
 
 
+def test_without_the_card_no_search_ends_before_it_knows_what_calls_run_by_themselves(
+    workshop: type[FakeWorkshop], tmp_path: Path
+) -> None:
+    """Compilers that are busy with something else must not leave the default out, and another variant win."""
+    hurry: dict[str, Any] = {"effort": search_options.Effort.INSTANT, "trials": None, "timeout_s": 1e-9}
+    seeds = portfolio.starters_for(SMALL, samples.A30)
+    workshop.refused = frozenset(seeds[:2])  # a call runs the third one
+    entry = run(tmp_path, **hurry).entries[SMALL.key]
+    assert [variant for _, variant in workshop.tried] == seeds[:3]
+    assert entry.variant == seeds[2]
+    workshop.tried.clear()
+    run(tmp_path / "card", measured=True, **hurry)
+    assert len(workshop.tried) == 1, "finals on a card end in time"
+
+
 def test_more_trials_go_on_where_the_last_run_stopped(workshop: type[FakeWorkshop], tmp_path: Path) -> None:
     run(tmp_path, trials=6)
     summary = run(tmp_path, trials=10)

@@ -85,7 +85,7 @@ class FakeWorkshop:
     ) -> Steps[None]:
         if study.problem.key in self.interrupts:
             raise KeyboardInterrupt
-        while more() and (variant := study.propose()) is not None:
+        while not late() and more() and (variant := study.propose()) is not None:
             self.tried.append((study.problem.key, variant))
             digest = render.render(study.problem, variant).digest
             self._known.add(digest)
