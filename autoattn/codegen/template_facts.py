@@ -11,7 +11,7 @@ from autoattn.core.key_cache import PART_GROUP
 from autoattn.core.mask import Alignment, Mask
 from autoattn.core.modifiers import SWITCHES, Bias
 from autoattn.core.problem import DType, Op
-from autoattn.core.tile_widths import depths, halves, padded, pieces
+from autoattn.core.tile_widths import depths, filled, halves, padded, pieces
 from autoattn.core.variant import Traits, Value, Variant
 from autoattn.expressions import derivative, language
 from autoattn.expressions.expression import Capture, Expression
@@ -200,16 +200,10 @@ def _parts(head_dim: int, split: bool, least: int, *, sliced: bool = False) -> l
             "begin": begin,
             "width": width,
             "masked": begin + width > head_dim,
-            "depths": _depths(min(width, head_dim - begin), width, least) if sliced else (width,),
+            "depths": filled(min(width, head_dim - begin), width, least) if sliced else (width,),
         }
         for suffix, begin, width in zip(suffixes, begins, widths, strict=False)
     ]
-
-
-def _depths(filled: int, width: int, least: int) -> tuple[int, ...]:
-    """Of a tile that is filled in part, what products sum over: parts of at least `least`, or the whole width."""
-    parts = depths(filled)
-    return parts if min(parts) >= least and sum(parts) < width else (width,)
 
 
 def _key_tiles(block_n: int) -> list[dict[str, object]]:

@@ -35,3 +35,12 @@ def depths(head_dim: int) -> tuple[int, ...]:
     rounded = -(-head_dim // 16) * 16
     widths = tuple(1 << bit for bit in range(rounded.bit_length() - 1, 3, -1) if rounded >> bit & 1)
     return widths if len(widths) <= 3 else (padded(head_dim),)
+
+
+def filled(head_dim: int, width: int, least: int) -> tuple[int, ...]:
+    """Of a tile of `width` columns, what products sum over one after the other: the parts that a head dim fills.
+
+    The whole width where a part would be narrower than `least`: 112 of 128 -> (64, 32, 16), 80 of 128 by 32 -> (128,).
+    """
+    parts = depths(head_dim)
+    return parts if min(parts) >= least and sum(parts) < width else (width,)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autoattn.core.device import Device, MatrixUnit
 from autoattn.core.problem import DType, Precision, Problem
-from autoattn.core.tile_widths import depths, pieces
+from autoattn.core.tile_widths import filled, pieces
 from autoattn.core.variant import Value
 from autoattn.cost_model.constants import Constants
 from autoattn.cost_model.kernel_kind import SYNCHRONOUS, WARPGROUP, Program
@@ -80,7 +80,10 @@ def _tensor_cycles(
         return 0.0
     rate = _tensor_rate(problem, device, parts) / (device.sm_count * device.clock_mhz * 1e6)  # flop per SM and cycle
     block_m, block_n, num_warps = program.rows, program.block_n, program.warps
-    depth, depth_v = _summed(problem, params), widths(problem, params)[1]
+    depth, depth_v = widths(problem, params)
+    if params.get("queries_in") == "shared":
+        # gluon/forward multiplies no padding, but 32 bytes of each row at least.
+        depth = sum(filled(problem.head_dim, depth, 32 // problem.dtype.bytes))
     scores, sums = (2 * block_m * block_n * elements / rate for elements in (depth, depth_v))
     warpgroup = [opcode for opcode in loop if opcode.startswith(WARPGROUP)]
     if not warpgroup:
@@ -115,14 +118,6 @@ def widths(problem: Problem, params: Mapping[str, Value]) -> tuple[int, int]:
         sum(pieces(problem.head_dim)) if split else problem.head_dim_padded,
         sum(pieces(problem.head_dim_v)) if split == 1 else problem.head_dim_v_padded,
     )
-
-
-def _summed(problem: Problem, params: Mapping[str, Value]) -> int:
-    """Elements of a head that products of queries and keys sum over: in `gluon/forward`, what it fills of its tiles."""
-    held = widths(problem, params)[0]
-    filled = depths(problem.head_dim)
-    in_parts = params.get("queries_in") == "shared" and (min(filled) >= 32 or problem.dtype is not DType.FLOAT8)
-    return min(held, sum(filled)) if in_parts else held
 
 
 def _synchronous_copy(problem: Problem, params: Mapping[str, Value], loop: Mapping[str, int]) -> float:

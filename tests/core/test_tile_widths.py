@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autoattn.core.tile_widths import depths, halves, padded
+from autoattn.core.tile_widths import depths, filled, halves, padded
 
 HEAD_DIMS = [*range(8, 257, 8), 1, 111, 255]
 
@@ -24,6 +24,22 @@ def test_depths_sum_up_to_the_next_multiple_of_16_and_begin_at_multiples_of_them
 )
 def test_a_head_dim_is_summed_over_in_at_most_three_products(head_dim: int, widths: tuple[int, ...]) -> None:
     assert depths(head_dim) == widths
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "width", "least", "parts"),
+    [
+        (112, 128, 16, (64, 32, 16)),
+        (40, 64, 16, (32, 16)),
+        (96, 128, 32, (64, 32)),
+        (80, 128, 32, (128,)),
+        (64, 64, 16, (64,)),
+    ],
+)
+def test_products_sum_over_what_is_filled_of_a_tile_if_its_parts_are_wide_enough(
+    head_dim: int, width: int, least: int, parts: tuple[int, ...]
+) -> None:
+    assert filled(head_dim, width, least) == parts
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
