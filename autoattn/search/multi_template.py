@@ -120,19 +120,19 @@ class Contest:
         """Whether a variant was proposed here, and its trial is awaited."""
         return self._studies[variant.template].tries(variant)
 
-    def _enqueue_next(self) -> None:
-        """Enqueues the first variant of `enqueue_until_working` that is not known to fail."""
-        while self._until_working and self._fails(self._until_working[0]):
-            self._until_working.popleft()
-        self.enqueue(list(self._until_working)[:1])
-
-    def _fails(self, variant: Variant) -> bool:
+    def fails(self, variant: Variant) -> bool:
         """Whether a variant's template takes no part, or it was tried and does not work."""
         study = self._studies.get(variant.template)
         if study is None:
             return True
         trial = study.trials.get(variant)
         return trial is not None and trial.outcome is not Outcome.OK
+
+    def _enqueue_next(self) -> None:
+        """Enqueues the first variant of `enqueue_until_working` that is not known to fail."""
+        while self._until_working and self.fails(self._until_working[0]):
+            self._until_working.popleft()
+        self.enqueue(list(self._until_working)[:1])
 
     def _by_turn(self) -> list[Study]:
         """Who may propose, most wanted first: in turn while seeds wait, then mostly the one that is ahead."""

@@ -14,7 +14,7 @@ from autoattn.core import kernel_kind
 from autoattn.core.cache_entry import CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.problem import Problem
-from autoattn.core.trial import Evidence, Outcome
+from autoattn.core.trial import Evidence
 from autoattn.core.variant import Variant
 from autoattn.cost_model import accuracy, expected_time, lower_bound
 from autoattn.search import entry_builder, multi_template, storage
@@ -89,14 +89,9 @@ class ProblemRun:
         return (yield from entry_builder.measured(search, default, previous))
 
     def awaits_default(self, contest: Contest) -> bool:
-        """Whether it is unknown what a call without an entry runs: a variant before those that work is to be tried."""
-        for variant in self._starters:
-            if contest.takes(variant):
-                return True
-            trial = contest.trials.get(variant)
-            if trial is not None and trial.outcome is Outcome.OK:
-                return False
-        return False
+        """Whether what a call without an entry runs, the first choice that is not known to fail, is to be tried yet."""
+        choice = next((variant for variant in self._starters if not contest.fails(variant)), None)
+        return choice is not None and choice not in contest.trials
 
     def _default(self, working: Set[Variant]) -> Variant:
         """What a call without an entry runs: the first choice, or the next one that works where that does not."""
