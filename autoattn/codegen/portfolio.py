@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import chain, islice
 
@@ -18,6 +18,7 @@ import msgspec
 from autoattn.codegen import resources, search_space, space_file
 from autoattn.codegen.cost_network import CostNetwork
 from autoattn.codegen.feasibility import DerivedFacts
+from autoattn.codegen.head_order import HeadOrders
 from autoattn.codegen.space_facts import FACTS, facts_of
 from autoattn.codegen.space_rules import Rule
 from autoattn.core import garbage_collection, size_class
@@ -62,6 +63,10 @@ class Portfolio:
     left_out: Rule  # whether a problem is left to the seeds
     variants: tuple[Variant, ...]
     network: CostNetwork
+    orders: HeadOrders = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "orders", HeadOrders(self.variants))
 
     def ranked(self, problem: Problem, device: Device) -> tuple[Variant, ...]:
         """All variants, whether they can run or not, those that are expected to be the fastest first.
@@ -69,13 +74,21 @@ class Portfolio:
         Facts that no measured problem had, as what changes scores, do not count: `first_of` sees to these. Nothing
         where the seeds are to run.
         """
+        return tuple(self.variants[place] for place in self._places(problem, device))
+
+    def ranked_to_run(self, problem: Problem, device: Device) -> tuple[Variant, ...]:
+        """The same as calls run them: with heads in the order that suits the problem (`head_order`)."""
+        return self.orders.at(self._places(problem, device), problem, device)
+
+    def _places(self, problem: Problem, device: Device) -> list[int]:
+        """The places of the variants, in their order."""
         if problem.cache is not None or not self.variants:  # what was measured are keys in tensors of their own
-            return ()
+            return []
         facts = DerivedFacts(facts_of(problem, device), self.let)
         if self.left_out(facts):
-            return ()
+            return []
         costs = self.network.costs([float(facts[name]) for name in self.network.inputs])
-        return tuple(self.variants[place] for place in costs.argsort(kind="stable").tolist())
+        return costs.argsort(kind="stable").tolist()  # type: ignore[no-any-return]
 
 
 EMPTY = Portfolio(let={}, left_out=Rule("sm_count < 0"), variants=(), network=CostNetwork.of({}, [[[]]]))
@@ -133,7 +146,7 @@ def variants_for(problem: Problem, device: Device) -> list[Variant]:
 
 def _ranked_able(problem: Problem, device: Device) -> Iterator[Variant]:
     """The portfolio's variants that can run a problem, best first; judged as far as they are taken."""
-    return _able(problem, device, load(problem.op).ranked(problem, device))
+    return _able(problem, device, load(problem.op).ranked_to_run(problem, device))
 
 
 def _able(problem: Problem, device: Device, variants: Sequence[Variant]) -> Iterator[Variant]:
@@ -282,7 +295,7 @@ def _of_class(problem: Problem, device: Device) -> Variant | None:
 
 def _first(problem: Problem, device: Device) -> Variant | None:
     """The choice for the sizes of a problem alone; None where no template has a variant."""
-    ranked = load(problem.op).ranked(problem, device)
+    ranked = load(problem.op).ranked_to_run(problem, device)
     first = first_of(problem, device, ranked, _able(problem, device, ranked), _seeds(problem, device))
     return first or next(_seeds(problem, device), None)
 

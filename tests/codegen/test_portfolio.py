@@ -28,7 +28,7 @@ from autoattn.runtime.plan import cache_lookup
 
 H200, A30 = samples.H200, samples.A30
 DECODE = samples.problem(seq_q=1)
-PREFILL = samples.problem()
+PREFILL = samples.problem(mask=Mask())
 Write = Callable[[str], None]
 
 
@@ -135,7 +135,7 @@ def test_a_search_begins_with_the_first_few_that_can_run(write: Write) -> None:
 def test_a_default_is_what_the_class_of_sizes_runs_before_what_the_sizes_ask_for(write: Write, tmp_path: Path) -> None:
     keys = {"inputs": {"seq_kv": [1, 9999]}, "layers": [[[1, 0, 0], [-12.05, 0, 9]]]}  # 12.05 is 4,300 keys
     write(document((GLUON, OTHER, TRITON), (), network=keys))
-    between = samples.problem(seq_kv=4500)  # of the class from 4,097 keys on
+    between = samples.problem(seq_kv=4500, mask=Mask())  # of the class from 4,097 keys on
     assert portfolio.default(between, H200) == cache_lookup.explain(between, H200, tmp_path).variant == GLUON
     assert portfolio.starters_for(between, H200)[:2] == [GLUON, OTHER]
 

@@ -421,7 +421,7 @@ def test_the_portfolio_goes_before_the_first_templates_default(
 ) -> None:
     few, many = portfolio_of_two
     for seq_q, expected in ((1, few), (15, few), (1024, many), (4096, many)):
-        explanation = explained(written(tmp_path / "own"), samples.problem(seq_q=seq_q))
+        explanation = explained(written(tmp_path / "own"), samples.problem(seq_q=seq_q, mask=Mask()))
         assert (explanation.level, explanation.variant) == (Level.DEFAULT, expected)
         assert "that the portfolio has for these sizes" in explanation.reason
     assert next(iter(cache_lookup.variants(explanation, H200))) == many

@@ -1,0 +1,90 @@
+"""How many heads stand side by side in the order of tiles, where rows differ in length.
+
+Tiles start in program order, and whichever SM is free takes the next. Under a causal mask the last rows of a head walk
+all keys and its first rows few. One head after another leaves long tiles of the last heads for the end, where most SMs
+wait for them. All heads side by side start the longest tiles first, which is never more than a third behind the best
+order (R. L. Graham, Bounds on Multiprocessing Timing Anomalies, 1969). But heads that run side by side are read at the
+same time, and are read again from memory where the L2 does not hold their keys and values.
+
+Measured: docs/decisions/hopper-tile-order.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from autoattn.codegen import search_space
+from autoattn.core.device import Device
+from autoattn.core.problem import Problem
+from autoattn.core.variant import Variant
+
+GROUP = "HEAD_GROUP"  # the parameter: heads, or teams of heads that share tiles, that stand side by side
+PACKING = "PACK_GQA"  # the parameter that says which heads share tiles
+ALL = 0
+CHOICES = (ALL, 16, 4)  # beside 1, those first that start more of the long tiles first
+L2_SHARE = 0.5  # of the L2, that keys and values of heads side by side may fill
+EVEN = 0.9  # share of the keys that a row sees, on average, from which on rows count as equally long
+
+
+class HeadOrders:
+    """Variants, each in all orders of heads."""
+
+    def __init__(self, variants: Sequence[Variant]) -> None:
+        """Prepares the orders, since a call without an entry waits for one."""
+        self._variants = tuple(variants)
+        self._in_order = {group: tuple(in_order(variant, group) for variant in variants) for group in (*CHOICES, 1)}
+        self._alike = _first_places(self._in_order[1])
+        self._packings = _first_places([(variant.template, variant.as_dict().get(PACKING)) for variant in variants])
+        self._distinct_packings = tuple(dict.fromkeys(self._packings))
+
+    def at(self, places: Sequence[int], problem: Problem, device: Device) -> tuple[Variant, ...]:
+        """The variants at some places, in the order of heads that suits a problem.
+
+        Where rows are equally long, each has the order that it came with. Elsewhere variants that differ in their order
+        alone become one.
+        """
+        if not is_uneven(problem):
+            return tuple(self._variants[place] for place in places)
+        suiting = {
+            packing: self._in_order[heads_side_by_side(problem, device, _heads_of_tile(self._variants[packing], problem))]
+            for packing in self._distinct_packings
+        }
+        alike = dict.fromkeys(map(self._alike.__getitem__, places))
+        return tuple([suiting[self._packings[place]][place] for place in alike])
+
+
+def is_uneven(problem: Problem) -> bool:
+    """Whether later rows of a sequence see more keys than earlier ones, and how the tiles lie is known."""
+    mask = problem.mask
+    if problem.packed or mask.sparse or mask.bounded_left or not mask.bounded_right:
+        return False
+    return problem.kept_pairs() < EVEN * problem.batch * problem.seq_q * problem.seq_kv
+
+
+def heads_side_by_side(problem: Problem, device: Device, heads_of_tile: int = 1) -> int:
+    """A value of GROUP: the most heads whose keys and values together take no more than half of the L2.
+
+    Args:
+        heads_of_tile: query heads that share a key head and have rows in the same tile.
+    """
+    teams_of_key_head = -(-problem.group_size // heads_of_tile)
+    key_heads = problem.batch * problem.heads_kv
+    teams = key_heads * teams_of_key_head
+    fitting = int(L2_SHARE * device.l2_bytes * key_heads / problem.bytes_of_keys) * teams_of_key_head
+    return next((group for group in CHOICES if group < teams > 1 and (group or teams) <= fitting), 1)
+
+
+def in_order(variant: Variant, group: int) -> Variant:
+    """The variant with so many heads side by side; a template without such a parameter keeps its own order."""
+    params = variant.as_dict()
+    return Variant.of(variant.template, {**params, GROUP: group}) if GROUP in params else variant
+
+
+def _heads_of_tile(variant: Variant, problem: Problem) -> int:
+    return search_space.load(variant.template).heads_of_tile(variant.as_dict(), problem)
+
+
+def _first_places(things: Iterable[object]) -> list[int]:
+    """For each thing, the first place of an equal one."""
+    places: dict[object, int] = {}
+    return [places.setdefault(thing, place) for place, thing in enumerate(things)]
