@@ -30,9 +30,10 @@ class HeadOrders:
     """Variants, each in all orders of heads."""
 
     def __init__(self, variants: Sequence[Variant]) -> None:
-        """Prepares the orders, since a call without an entry waits for one."""
+        """Prepares all orders, so that a call which waits for one only looks it up."""
         self._variants = tuple(variants)
         self._in_order = {group: tuple(in_order(variant, group) for variant in variants) for group in (*CHOICES, 1)}
+        # For each variant the first place of one that differs in GROUP alone, and of one that packs heads alike
         self._alike = _first_places(self._in_order[1])
         self._packings = _first_places([(variant.template, variant.as_dict().get(PACKING)) for variant in variants])
         self._distinct_packings = tuple(dict.fromkeys(self._packings))
@@ -45,33 +46,49 @@ class HeadOrders:
         """
         if not is_uneven(problem):
             return tuple(self._variants[place] for place in places)
-        suiting = {
-            packing: self._in_order[heads_side_by_side(problem, device, _heads_of_tile(self._variants[packing], problem))]
-            for packing in self._distinct_packings
+        running = {
+            packing: self._in_order[self._group(packing, problem, device)] for packing in self._distinct_packings
         }
         alike = dict.fromkeys(map(self._alike.__getitem__, places))
-        return tuple([suiting[self._packings[place]][place] for place in alike])
+        return tuple([running[self._packings[place]][place] for place in alike])
+
+    def _group(self, place: int, problem: Problem, device: Device) -> int:
+        """The value of GROUP for the variant at a place, and for all that pack heads alike."""
+        return heads_side_by_side(problem, device, _heads_of_tile(self._variants[place], problem))
+
+
+def suiting(variant: Variant, problem: Problem, device: Device, share: float = L2_SHARE) -> Variant:
+    """A variant in the order of heads that suits a problem; where rows are equally long, in its own."""
+    if not is_uneven(problem):
+        return variant
+    return in_order(variant, heads_side_by_side(problem, device, _heads_of_tile(variant, problem), share))
 
 
 def is_uneven(problem: Problem) -> bool:
-    """Whether later rows of a sequence see more keys than earlier ones, and how the tiles lie is known."""
+    """Whether the last rows of a head see more keys than the first.
+
+    Packed sequences and block tables have tiles in an order of their own, and count as even.
+    """
     mask = problem.mask
     if problem.packed or mask.sparse or mask.bounded_left or not mask.bounded_right:
         return False
     return problem.kept_pairs() < EVEN * problem.batch * problem.seq_q * problem.seq_kv
 
 
-def heads_side_by_side(problem: Problem, device: Device, heads_of_tile: int = 1) -> int:
-    """A value of GROUP: the most heads whose keys and values together take no more than half of the L2.
+def heads_side_by_side(problem: Problem, device: Device, heads_of_tile: int = 1, share: float = L2_SHARE) -> int:
+    """A value of GROUP: the most heads whose keys and values together take no more than a share of the L2.
 
     Args:
         heads_of_tile: query heads that share a key head and have rows in the same tile.
+        share: of the L2; benchmarks/head_orders.py compares several.
     """
     teams_of_key_head = -(-problem.group_size // heads_of_tile)
     key_heads = problem.batch * problem.heads_kv
     teams = key_heads * teams_of_key_head
-    fitting = int(L2_SHARE * device.l2_bytes * key_heads / problem.bytes_of_keys) * teams_of_key_head
-    return next((group for group in CHOICES if group < teams > 1 and (group or teams) <= fitting), 1)
+    fitting = int(share * device.l2_bytes * key_heads / problem.bytes_of_keys) * teams_of_key_head
+    if teams == 1:
+        return 1
+    return next((group for group in CHOICES if group < teams and (group or teams) <= fitting), 1)
 
 
 def in_order(variant: Variant, group: int) -> Variant:
@@ -84,7 +101,7 @@ def _heads_of_tile(variant: Variant, problem: Problem) -> int:
     return search_space.load(variant.template).heads_of_tile(variant.as_dict(), problem)
 
 
-def _first_places(things: Iterable[object]) -> list[int]:
-    """For each thing, the first place of an equal one."""
+def _first_places(values: Iterable[object]) -> list[int]:
+    """For each value, the first place of an equal one."""
     places: dict[object, int] = {}
-    return [places.setdefault(thing, place) for place, thing in enumerate(things)]
+    return [places.setdefault(value, place) for place, value in enumerate(values)]

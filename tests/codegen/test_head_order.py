@@ -5,12 +5,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import samples
 
 from autoattn.codegen import head_order, portfolio, search_space
 from autoattn.codegen.head_order import ALL, GROUP, HeadOrders
+from autoattn.core.device import Device
 from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Layout, Op, Problem
 from autoattn.core.variant import Variant
@@ -48,7 +50,7 @@ def bytes_together(problem: Problem, group: int) -> int:
         ({"batch": 1, "heads_q": 1, "heads_kv": 1}, 1),
     ],
 )
-def test_as_many_heads_stand_side_by_side_as_half_of_the_l2_holds(facts: dict[str, int], expected: int) -> None:
+def test_as_many_heads_stand_side_by_side_as_half_of_the_l2_holds(facts: dict[str, Any], expected: int) -> None:
     problem = replace(CAUSAL, **facts)
     assert side_by_side(problem) == expected
     limit = head_order.L2_SHARE * H200.l2_bytes
@@ -119,7 +121,7 @@ def drawn() -> Iterator[Problem]:
 
 
 @pytest.mark.parametrize("device", [H200, A30], ids=lambda device: device.name)
-def test_the_order_takes_no_variant_from_a_problem_that_could_run_it(device: samples.Device) -> None:
+def test_the_order_takes_no_variant_from_a_problem_that_could_run_it(device: Device) -> None:
     shipped = portfolio.load(Op.FORWARD)
     for problem in drawn():
         raw, to_run = shipped.ranked(problem, device), shipped.ranked_to_run(problem, device)
