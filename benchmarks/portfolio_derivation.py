@@ -80,7 +80,7 @@ def predicted(measured: Sequence[Example], screened: Sequence[Example], drawn: S
     failing = _failing(measured, variant_pool.cover(screened))
     model = TimeModel(all_samples(measured, screened))
     cover = portfolio_predictions.cover(model, [*screened, *measured])
-    known = {example.problem: example.times_us for example in measured}
+    known = {example.problem: example.running_us for example in measured}
     problems = list(dict.fromkeys([*known, *drawn]))
     predictions = portfolio_predictions.of(model, cover, problems, card)
     examples: dict[Problem, Example] = {}

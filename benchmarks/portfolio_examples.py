@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from autoattn.codegen import head_order
 from autoattn.core import device_profiles
 from autoattn.core.device import Device
 from autoattn.core.problem import Problem
@@ -35,6 +36,25 @@ class Example:
     def best_us(self) -> float:
         """The shortest time of a variant."""
         return min(self.times_us.values())
+
+    @cached_property
+    def running_us(self) -> Mapping[Variant, float]:
+        """The times of what calls run, by the names that variants have in a portfolio.
+
+        Where rows differ in length, calls run each variant in the order of heads that suits the problem (`head_order`).
+        """
+        if not head_order.is_uneven(self.problem):
+            return self.times_us
+        return {
+            as_kept(variant, self.problem): time_us
+            for variant, time_us in self.times_us.items()
+            if variant == head_order.suiting(variant, self.problem, self.device)
+        }
+
+
+def as_kept(variant: Variant, problem: Problem) -> Variant:
+    """A variant of a problem as a portfolio has it: with one head after another where calls choose the order."""
+    return head_order.in_order(variant, 1) if head_order.is_uneven(problem) else variant
 
 
 def read(path: Path) -> list[Example]:

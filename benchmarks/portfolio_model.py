@@ -14,7 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from gaussian_process import Array, GaussianProcess, Targets
 
+from autoattn.codegen import head_order
 from autoattn.core import roofline
 from autoattn.core.device import Device
 from autoattn.core.key_cache import PART_GROUP
@@ -33,6 +34,8 @@ from autoattn.cost_model import tile_schedule
 Owner: TypeAlias = tuple[Problem, Device]  # of times
 LAUNCH_US = 4.0
 L2_BYTES_PER_US = 5.5e6
+TILE_BLOCKS = 2  # that a tile takes as long as, beside its own
+TAIL_SPEED = 0.6  # time of the last tiles, which share SMs with few others, over that of the others
 SHARED_MEMORY = 227_000  # bytes of an SM that programs may have
 # Of a choice among names, and whether the variant has it.
 CHOICES: tuple[tuple[str, tuple[Value, ...]], ...] = (
@@ -63,6 +66,7 @@ class Kernels:
         self.gluon = np.array([variant.template.startswith("gluon") for variant in variants])
         self.rows, self.keys = self.sizes("BLOCK_M"), self.sizes("BLOCK_N")  # of a tile
         self.splits = self.sizes("SPLITS", 1)
+        self.groups = self.sizes(head_order.GROUP, 1)
         # Where the parameters do not say, a few beside those of 16 rows each
         self.warps = np.where(self.have("num_warps", None), self.rows // 16 + 4, self.sizes("num_warps", 1))
 
@@ -89,6 +93,7 @@ class Work:
     products: Array  # of a pass, in flops
     rows_used: Array  # share of the tiles' rows
     added: Array  # numbers of what others left that the last program of a tile reads
+    tail: Array  # time until the last program ends, over that in the order of heads that suits the problem
 
 
 def work_of(problem: Problem, kernels: Kernels, device: Device) -> Work:
@@ -100,10 +105,11 @@ def work_of(problem: Problem, kernels: Kernels, device: Device) -> Work:
     tiles, passes, longest, masked = np.array([walked[walk] for walk in walks]).T
     halves, whole = sum(pieces(problem.head_dim)), padded(problem.head_dim)
     width: Array = np.where(kernels.sizes("HEAD_SPLIT") > 0, halves, whole).astype(np.float64)
+    slots = device.sm_count * np.where(kernels.gluon, kernels.sizes("CTAS", 1), _fitting(problem, kernels, width))
     return Work(
         tiles=tiles,
         programs=tiles * kernels.splits,
-        slots=device.sm_count * np.where(kernels.gluon, kernels.sizes("CTAS", 1), _fitting(problem, kernels, width)),
+        slots=slots,
         passes=passes,
         longest=np.maximum(1.0, longest / kernels.splits),
         masked=masked,
@@ -111,6 +117,39 @@ def work_of(problem: Problem, kernels: Kernels, device: Device) -> Work:
         products=4.0 * kernels.rows * kernels.keys * width,
         rows_used=problem.seq_q * problem.heads_q * problem.batch / (tiles * kernels.rows),
         added=_added(problem, kernels, together) * width,
+        tail=_tails(problem, kernels, device, walks, slots),
+    )
+
+
+def _tails(
+    problem: Problem, kernels: Kernels, device: Device, walks: Sequence[tuple[int, int, int]], slots: Array
+) -> Array:
+    """What the order of heads costs where rows differ in length: [variants]."""
+    tails = np.ones(len(walks))
+    if not head_order.is_uneven(problem):
+        return tails
+    orders = {together: head_order.heads_side_by_side(problem, device, together) for _, _, together in walks}
+    suiting = np.array([orders[together] for _, _, together in walks])
+    dealt = kernels.have("schedule", "persistent") | kernels.have("PERSISTENT", 1)
+    ends = cache(partial(_end, problem))
+    for place in np.flatnonzero((kernels.groups != suiting) & (kernels.splits == 1)):
+        walk, programs, in_turn = walks[place], int(slots[place]), bool(dealt[place])
+        end, least = (ends(walk, int(group[place]), programs, in_turn) for group in (kernels.groups, suiting))
+        tails[place] = end / least
+    return tails
+
+
+def _end(problem: Problem, walk: tuple[int, int, int], group: int, slots: int, dealt: bool) -> float:
+    """Blocks of keys until the last tile is done, with so many heads side by side."""
+    plain, masked = tile_schedule.key_blocks(problem, walk[0], walk[1], "split", walk[2])
+    costs, heads = plain + masked + TILE_BLOCKS, tile_schedule.heads_of(problem, walk[2])
+    if dealt:
+        programs = min(slots, len(costs) * heads)
+        return tile_schedule.dealt_makespan(
+            costs, heads, group or heads, descending=True, programs=programs, slots=slots
+        )
+    return tile_schedule.makespan(
+        costs, heads, group or heads, descending=True, slots=slots, slowdown=lambda left: TAIL_SPEED
     )
 
 
@@ -169,7 +208,7 @@ def features(problem: Problem, variants: Sequence[Variant], device: Device) -> d
     kernels = Kernels(variants)
     work, least_us, peak = work_of(problem, kernels, device), roofline_us(problem, device), _peak_flops(problem, device)
     waves, at_once = work.programs / work.slots, work.slots / device.sm_count
-    span = np.maximum(work.longest, work.passes / work.slots)
+    span = np.maximum(work.longest, work.passes / work.slots) * work.tail
     width = work.products / (4.0 * kernels.rows * kernels.keys)
     sizes: dict[str, Array | float] = {
         "waves": waves, "longest": work.longest, "span": span, "rows": kernels.rows, "keys": kernels.keys,
@@ -192,7 +231,7 @@ def features(problem: Problem, variants: Sequence[Variant], device: Device) -> d
         "wave_begun": np.minimum(waves, 1.0), "ieee": problem.precision is Precision.IEEE,
         "tf32x3": problem.precision is Precision.TF32X3, "left": problem.mask.bounded_left,
         "right": problem.mask.bounded_right, "gluon": kernels.gluon, "bshd": problem.layout is Layout.BSHD,
-        "float16": problem.dtype is DType.FLOAT16, "grouped_heads": kernels.sizes("HEAD_GROUP", 1) > 1,
+        "float16": problem.dtype is DType.FLOAT16, "grouped_heads": kernels.groups != 1,
     }  # fmt: skip
     flags |= {f"{name}={value}": kernels.have(name, value) for name, values in CHOICES for value in values}
     return {name: np.log2(np.maximum(size, 1e-6)) for name, size in sizes.items()} | flags

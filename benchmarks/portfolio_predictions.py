@@ -17,7 +17,7 @@ import variant_pool
 from portfolio_examples import Example
 from portfolio_model import Owner, TimeModel
 
-from autoattn.codegen import portfolio, search_space
+from autoattn.codegen import head_order, portfolio, search_space
 from autoattn.codegen.feasibility import SharedRules
 from autoattn.codegen.space_facts import size_facts
 from autoattn.core import kernel_kind
@@ -71,12 +71,13 @@ class Predictor:
     kinds: dict[Hashable, list[tuple[int, tuple[str, ...]]]] = field(default_factory=dict)
 
     def times_us(self, problem: Problem) -> list[tuple[int, float]]:
-        """Places in the cover of what can run a problem, and its predicted times."""
+        """Places in the cover of what can run a problem, and its predicted times as calls run it."""
         able = self.able(problem)
         if not able:
             return []
-        times = self.model.times_us(problem, [self.cover[place] for place in able], self.card)
-        return list(zip(able, times.values(), strict=True))
+        running = [head_order.suiting(self.cover[place], problem, self.card) for place in able]
+        times = self.model.times_us(problem, list(dict.fromkeys(running)), self.card)
+        return [(place, times[variant]) for place, variant in zip(able, running, strict=True)]
 
     def able(self, problem: Problem) -> list[int]:
         """Places in the cover of what can run a problem; of all rules, only those of sizes are asked each time."""

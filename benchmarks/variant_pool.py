@@ -5,17 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
-from portfolio_examples import Example
+from portfolio_examples import Example, as_kept
 from portfolio_model import Owner
 
 from autoattn.cache import store
-from autoattn.codegen import portfolio, resources, search_space
+from autoattn.codegen import head_order, portfolio, resources, search_space
 from autoattn.core.cache_entry import KERNEL, CacheEntry
 from autoattn.core.device import Device
 from autoattn.core.key_cache import PART_GROUP
@@ -80,7 +80,7 @@ NEAR_WINNERS = 12  # of each family: winners of the problems that are most alike
 
 
 def pool(problem: Problem, device: Device) -> list[Variant]:
-    """Feasible variants: seeds of the problem, winners of problems alike, grids, and the other seeds.
+    """Feasible variants as calls run them: seeds of the problem, winners of problems alike, grids, and other seeds.
 
     Sizes of one kind of kernel have most of them in common, so that few kernels are compiled for many problems.
     """
@@ -96,7 +96,12 @@ def pool(problem: Problem, device: Device) -> list[Variant]:
     for template, params in itertools.chain(*grids):
         if template in spaces and spaces[template].holds(params):
             coming[spaces[template].variant(params)] = None
-    return feasible(list(coming), problem, device)
+    return feasible(running(coming, problem, device), problem, device)
+
+
+def running(variants: Iterable[Variant], problem: Problem, device: Device) -> list[Variant]:
+    """Variants with heads in the order that suits a problem, each once."""
+    return list(dict.fromkeys(head_order.suiting(variant, problem, device) for variant in variants))
 
 
 def candidates(
@@ -110,8 +115,8 @@ def candidates(
         times_us: what variants are believed to take.
     """
     today = portfolio.starters_for(problem, device)[:1]
-    known = dict.fromkeys([*today, *feasible(cover, problem, device), *pool(problem, device)])
-    known |= dict.fromkeys(feasible(list(_small_tiles(problem)), problem, device))
+    coming = running([*cover, *_small_tiles(problem)], problem, device)
+    known = dict.fromkeys([*today, *feasible(coming, problem, device), *pool(problem, device)])
     believed = times_us(list(known))
     chosen, of_tiles = dict.fromkeys(today), Counter[object]()
     most = OF_A_SPLIT_TILE if _has_few_rows(problem) else OF_A_TILE
@@ -196,7 +201,9 @@ def cover(examples: Sequence[Example], expected: Expected | None = None) -> list
 
 def winners_of(examples: Sequence[Example]) -> list[Variant]:
     """What was the fastest on a few problems."""
-    wins = Counter(min(example.times_us, key=lambda each: example.times_us[each]) for example in examples)
+    wins = Counter(
+        as_kept(min(example.times_us, key=example.times_us.__getitem__), example.problem) for example in examples
+    )
     return sorted((variant for variant, count in wins.items() if count >= FEWEST_WINS), key=str)
 
 
@@ -225,7 +232,7 @@ def _times_us(example: Example, expected: Expected | None) -> Mapping[Variant, f
     if expected is None:
         return example.times_us
     times = expected[example.problem, example.device]
-    return {variant: example.times_us.get(variant, time_us) for variant, time_us in times.items()}
+    return {variant: example.running_us.get(variant, time_us) for variant, time_us in times.items()}
 
 
 def feasible(variants: Sequence[Variant], problem: Problem, device: Device) -> list[Variant]:
@@ -251,8 +258,6 @@ def _gluon_grid(problem: Problem) -> Iterator[tuple[str, Mapping[str, Value]]]:
         yield GLUON, params | {"softmax": "first_max"}
         if schedule["schedule"] == "dynamic":
             yield GLUON, params | {"ping_pong": "named"}
-            if problem.mask.bounded_right and not problem.mask.bounded_left:
-                yield GLUON, params | {"HEAD_GROUP": 16 if problem.batch * problem.heads_q > 16 else 4}
 
 
 def _programs_an_sm(problem: Problem, rows: int) -> int:

@@ -34,21 +34,24 @@ from autoattn.cache import store
 from autoattn.codegen import head_order, portfolio, render, resources, search_space
 from autoattn.codegen.portfolio import Portfolio
 from autoattn.core import kernel_kind
+from autoattn.core.device import Device
 from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Numerics, Op, Precision, Problem
 from autoattn.core.variant import Variant
 from autoattn.kernels import compiler
 
 H200 = samples.H200
+FULL = Mask()
 SIXTEEN_BITS = {DType.FLOAT16, DType.BFLOAT16}
 SPACE = search_space.load("triton/forward")
 SEEDS = [SPACE.variant(params) for _, params in SPACE.seeds]
 
 
-def problem_of(rows: int, head_dim: int = 64) -> Problem:
+def problem_of(rows: int, head_dim: int = 64, mask: Mask = FULL) -> Problem:
     return samples.problem(
-        batch=2, heads_q=4, heads_kv=4, seq_q=rows, seq_kv=max(rows, 512), head_dim=head_dim, dtype=DType.FLOAT16
-    )
+        batch=2, heads_q=4, heads_kv=4, seq_q=rows, seq_kv=max(rows, 512), head_dim=head_dim, dtype=DType.FLOAT16,
+        mask=mask,
+    )  # fmt: skip
 
 
 def feasible(*problems: Problem) -> list[Variant]:
@@ -65,7 +68,7 @@ def example(problem: Problem, times_us: dict[Variant, float]) -> Example:
 
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 256, 384, 512, 640, 768, 1024, 1536, 2048)
-SHORT, LONG = feasible(*map(problem_of, LENGTHS))[:2]
+SHORT, LONG = feasible(*map(problem_of, LENGTHS))[:3:2]
 
 
 @pytest.fixture(scope="module")
@@ -169,8 +172,7 @@ def test_what_is_derived_is_what_calls_run(
     monkeypatch.setattr(resources, "portfolio_path", lambda op: path)
     portfolio.load.cache_clear()
     try:
-        defaults = [portfolio.default(each.problem, H200) for each in examples]
-        assert [head_order.in_order(each, 1) for each in defaults] == [SHORT] * 8 + [LONG] * 8
+        assert [portfolio.default(each.problem, H200) for each in examples] == [SHORT] * 8 + [LONG] * 8
         written = portfolio.load(Op.FORWARD)
     finally:
         portfolio.load.cache_clear()
@@ -204,7 +206,7 @@ def test_the_pool_is_feasible_and_begins_with_seeds_of_the_problem() -> None:
         pool = variant_pool.pool(problem, H200)
         spaces = {space.template: space for space in search_space.of(Op.FORWARD)}
         seeds = [seed for space in spaces.values() for seed in space.seeds_for(problem, H200)]
-        assert pool[0] in seeds
+        assert pool[0] in [head_order.suiting(seed, problem, H200) for seed in seeds]
         assert len(set(pool)) == len(pool) >= 12
         assert all(spaces[each.template].why_infeasible(each, problem, H200) is None for each in pool)
 
@@ -331,13 +333,13 @@ def test_times_of_one_size_of_elements_say_nothing_of_another(examples: list[Exa
     both = TimeModel(samples_of([*examples, *swapped]))
     case = problem_of(700), [SHORT, LONG], H200
     assert both.times_us(*case) == TimeModel(samples_of(examples)).times_us(*case)
-    wide_case = replace(problem_of(1500), dtype=DType.FLOAT32), [SHORT, LONG], H200
+    wide_case = replace(problem_of(1280), dtype=DType.FLOAT32), [SHORT, LONG], H200
     assert both.times_us(*wide_case)[SHORT] < both.times_us(*wide_case)[LONG]
 
 
 def test_the_model_tells_variants_apart_on_sizes_that_it_has_not_seen(examples: list[Example]) -> None:
     model = TimeModel(samples_of(examples))
-    few, many = (model.times_us(problem_of(rows), [SHORT, LONG], H200) for rows in (3, 1500))
+    few, many = (model.times_us(problem_of(rows), [SHORT, LONG], H200) for rows in (3, 1280))
     assert few[SHORT] < few[LONG]
     assert many[LONG] < many[SHORT]
 
@@ -368,7 +370,7 @@ def test_few_tiles_of_many_rows_have_variants_that_fill_the_sms_and_many_tiles_h
     assert {each.get("SPLITS", 1) for each in alone} == {1}
 
 
-def test_programs_that_take_the_next_tile_are_in_the_pool_with_heads_side_by_side_under_a_causal_mask() -> None:
+def test_the_pool_has_the_order_of_heads_that_suits_a_mask() -> None:
     def ways(mask: str) -> set[tuple[object, ...]]:
         prompt = samples.problem(heads_q=32, heads_kv=32, seq_q=4096, seq_kv=4096, mask=Mask.parse(mask))
         pool = variant_pool.pool(prompt, H200)
@@ -376,8 +378,8 @@ def test_programs_that_take_the_next_tile_are_in_the_pool_with_heads_side_by_sid
         names = ("schedule", "query_stages", "HEAD_GROUP", "softmax")
         return {tuple(each[name] for name in names) for each in params}
 
-    assert {("dynamic", 2, 1, "vote"), ("dynamic", 2, 1, "first_max"), ("dynamic", 2, 16, "vote")} <= ways("causal")
-    assert ("dynamic", 2, 16, "vote") not in ways("full")
+    assert {("dynamic", 2, 4, "vote"), ("dynamic", 2, 4, "first_max")} <= ways("causal")
+    assert ("dynamic", 2, 1, "vote") in ways("full") - ways("causal")
 
 
 def test_keys_of_one_block_have_kernels_of_one_stage_and_more_keys_have_none() -> None:
@@ -476,7 +478,7 @@ def test_the_shipped_portfolio_chooses_well_on_measured_problems() -> None:
         examples = [each for each in portfolio_examples.examples_of(portfolio_examples.DATA)
                     if each.problem.dtype in dtypes]  # fmt: skip
         regrets = [regret for each in examples if (regret := portfolio_network.regret(each, shipped)) is not None]
-        assert len(regrets) > 1000
+        assert len(regrets) > 800  # where rows differ in length, few were measured in the order that calls run
         assert statistics.geometric_mean(regrets) < mean
         assert max(regrets) < largest
 
@@ -544,3 +546,50 @@ def test_a_file_of_measurements_reads_back(tmp_path: Path) -> None:
     path.write_text(json.dumps(document) + "\n", encoding="utf-8")
     (read,) = portfolio_examples.read(path)
     assert (read.problem, dict(read.times_us), read.device) == (problem, dict(trials), H200)
+
+
+CAUSAL = problem_of(4096, mask=Mask.parse("causal"))
+
+
+def in_all_orders(variant: Variant) -> list[Variant]:
+    """One head after another, and all side by side, which suits CAUSAL."""
+    return [head_order.in_order(variant, group) for group in (1, head_order.ALL)]
+
+
+def test_where_rows_differ_in_length_a_portfolio_learns_from_the_order_that_calls_run() -> None:
+    (short, short_all), (long, _) = map(in_all_orders, (SHORT, LONG))
+    each = example(CAUSAL, {short: 12.0, short_all: 10.0, long: 11.0})
+    assert each.running_us == {short: 10.0}, "and the other was not measured as it would run"
+    assert example(problem_of(4096), {short: 12.0}).running_us == {short: 12.0}
+    assert variant_pool.winners_of([each] * 2) == [short]
+    shipped = trained([example(CAUSAL, {short: 10.0, long: 20.0})] * 2)
+    assert portfolio_network.regret(each, shipped) == 1.0
+
+
+def test_what_is_measured_where_rows_differ_in_length_is_what_calls_run() -> None:
+    pool = variant_pool.pool(CAUSAL, H200)
+    assert pool == [head_order.suiting(variant, CAUSAL, H200) for variant in pool]
+    assert len(set(pool)) == len(pool) >= 12
+    predictor = Predictor(model=Echo(), cover=[SHORT, LONG], card=H200)  # type: ignore[arg-type]
+    times = dict(predictor.times_us(CAUSAL))
+    assert [times[place] for place in range(2)] == [head_order.ALL, head_order.ALL]
+
+
+class Echo:
+    """A model by which a variant takes as long as it has heads side by side."""
+
+    def times_us(self, problem: Problem, variants: list[Variant], device: Device) -> dict[Variant, float]:
+        return {variant: float(variant[head_order.GROUP]) for variant in variants}
+
+
+def test_the_model_knows_how_long_the_last_tiles_of_an_order_run_on() -> None:
+    few = replace(CAUSAL, heads_q=8, heads_kv=8, seq_q=2048, seq_kv=2048)
+    tiles = (each for each in variant_pool.pool(few, H200) if each.template == "gluon/forward")
+    orders = in_all_orders(next(each for each in tiles if each["BLOCK_M"] == 128))
+    kernels = portfolio_model.Kernels(orders)
+    after_another, side_by_side = portfolio_model.work_of(few, kernels, H200).tail
+    assert after_another > 1.1
+    assert side_by_side == 1.0
+    assert portfolio_model.work_of(problem_of(4096), kernels, H200).tail.tolist() == [1.0, 1.0]
+    spans = [portfolio_model.features(few, [variant], H200)["span"] for variant in orders]
+    assert spans[0] > spans[1]
