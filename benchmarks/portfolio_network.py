@@ -114,7 +114,7 @@ def train(examples: Sequence[Example]) -> Portfolio:
 
 def choice(example: Example, derived: Portfolio) -> Variant | None:
     """The variant that a call of an example's problem runs; None where seeds are left."""
-    ranked = derived.ranked_to_run(example.problem, example.device)
+    ranked = derived.ranked(example.problem, example.device)
     return next((each for each in ranked if portfolio.is_feasible(each, example.problem, example.device)), None)
 
 

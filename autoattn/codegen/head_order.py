@@ -47,21 +47,18 @@ class HeadOrders:
         if not is_uneven(problem):
             return tuple(self._variants[place] for place in places)
         running = {
-            packing: self._in_order[self._group(packing, problem, device)] for packing in self._distinct_packings
+            packing: self._in_order[_group_of(self._variants[packing], problem, device)]
+            for packing in self._distinct_packings
         }
         alike = dict.fromkeys(map(self._alike.__getitem__, places))
         return tuple([running[self._packings[place]][place] for place in alike])
-
-    def _group(self, place: int, problem: Problem, device: Device) -> int:
-        """The value of GROUP for the variant at a place, and for all that pack heads alike."""
-        return heads_side_by_side(problem, device, _heads_of_tile(self._variants[place], problem))
 
 
 def suiting(variant: Variant, problem: Problem, device: Device, share: float = L2_SHARE) -> Variant:
     """A variant in the order of heads that suits a problem; where rows are equally long, in its own."""
     if not is_uneven(problem):
         return variant
-    return in_order(variant, heads_side_by_side(problem, device, _heads_of_tile(variant, problem), share))
+    return in_order(variant, _group_of(variant, problem, device, share))
 
 
 def is_uneven(problem: Problem) -> bool:
@@ -75,7 +72,7 @@ def is_uneven(problem: Problem) -> bool:
     return problem.kept_pairs() < EVEN * problem.batch * problem.seq_q * problem.seq_kv
 
 
-def heads_side_by_side(problem: Problem, device: Device, heads_of_tile: int = 1, share: float = L2_SHARE) -> int:
+def heads_side_by_side(problem: Problem, device: Device, heads_of_tile: int, share: float = L2_SHARE) -> int:
     """A value of GROUP: the most heads whose keys and values together take no more than a share of the L2.
 
     Args:
@@ -85,9 +82,9 @@ def heads_side_by_side(problem: Problem, device: Device, heads_of_tile: int = 1,
     teams_of_key_head = -(-problem.group_size // heads_of_tile)
     key_heads = problem.batch * problem.heads_kv
     teams = key_heads * teams_of_key_head
-    fitting = int(share * device.l2_bytes * key_heads / problem.bytes_of_keys) * teams_of_key_head
     if teams == 1:
         return 1
+    fitting = int(share * device.l2_bytes * key_heads / problem.bytes_of_keys) * teams_of_key_head
     return next((group for group in CHOICES if group < teams and (group or teams) <= fitting), 1)
 
 
@@ -97,8 +94,10 @@ def in_order(variant: Variant, group: int) -> Variant:
     return Variant.of(variant.template, {**params, GROUP: group}) if GROUP in params else variant
 
 
-def _heads_of_tile(variant: Variant, problem: Problem) -> int:
-    return search_space.load(variant.template).heads_of_tile(variant.as_dict(), problem)
+def _group_of(variant: Variant, problem: Problem, device: Device, share: float = L2_SHARE) -> int:
+    """The value of GROUP that suits a problem, for a variant and for all that pack heads alike."""
+    heads_of_tile = search_space.load(variant.template).heads_of_tile(variant.as_dict(), problem)
+    return heads_side_by_side(problem, device, heads_of_tile, share)
 
 
 def _first_places(values: Iterable[object]) -> list[int]:

@@ -71,24 +71,17 @@ class Portfolio:
     def ranked(self, problem: Problem, device: Device) -> tuple[Variant, ...]:
         """All variants, whether they can run or not, those that are expected to be the fastest first.
 
-        Facts that no measured problem had, as what changes scores, do not count: `first_of` sees to these. Nothing
-        where the seeds are to run.
+        Their heads stand in the order that suits the problem (`head_order`), whichever they were measured in. Facts
+        that no measured problem had, as what changes scores, do not count: `first_of` sees to these. Nothing where the
+        seeds are to run.
         """
-        return tuple(self.variants[place] for place in self._places(problem, device))
-
-    def ranked_to_run(self, problem: Problem, device: Device) -> tuple[Variant, ...]:
-        """The same as calls run them: with heads in the order that suits the problem (`head_order`)."""
-        return self.orders.at(self._places(problem, device), problem, device)
-
-    def _places(self, problem: Problem, device: Device) -> list[int]:
-        """The places of the variants, in their order."""
         if problem.cache is not None or not self.variants:  # what was measured are keys in tensors of their own
-            return []
+            return ()
         facts = DerivedFacts(facts_of(problem, device), self.let)
         if self.left_out(facts):
-            return []
+            return ()
         costs = self.network.costs([float(facts[name]) for name in self.network.inputs])
-        return costs.argsort(kind="stable").tolist()  # type: ignore[no-any-return]
+        return self.orders.at(costs.argsort(kind="stable").tolist(), problem, device)
 
 
 EMPTY = Portfolio(let={}, left_out=Rule("sm_count < 0"), variants=(), network=CostNetwork.of({}, [[[]]]))
@@ -146,7 +139,7 @@ def variants_for(problem: Problem, device: Device) -> list[Variant]:
 
 def _ranked_able(problem: Problem, device: Device) -> Iterator[Variant]:
     """The portfolio's variants that can run a problem, best first; judged as far as they are taken."""
-    return _able(problem, device, load(problem.op).ranked_to_run(problem, device))
+    return _able(problem, device, load(problem.op).ranked(problem, device))
 
 
 def _able(problem: Problem, device: Device, variants: Sequence[Variant]) -> Iterator[Variant]:
@@ -295,7 +288,7 @@ def _of_class(problem: Problem, device: Device) -> Variant | None:
 
 def _first(problem: Problem, device: Device) -> Variant | None:
     """The choice for the sizes of a problem alone; None where no template has a variant."""
-    ranked = load(problem.op).ranked_to_run(problem, device)
+    ranked = load(problem.op).ranked(problem, device)
     first = first_of(problem, device, ranked, _able(problem, device, ranked), _seeds(problem, device))
     return first or next(_seeds(problem, device), None)
 

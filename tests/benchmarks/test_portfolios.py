@@ -474,11 +474,12 @@ def test_the_derivation_does_what_it_did_when_the_shipped_portfolio_was_derived(
 def test_the_shipped_portfolio_chooses_well_on_measured_problems() -> None:
     """Bounds are a little above what its choices took (docs/decisions/portfolios.md)."""
     shipped = portfolio.load(Op.FORWARD)
-    for dtypes, mean, largest in ((SIXTEEN_BITS, 1.01, 1.4), ({DType.FLOAT32}, 1.015, 2.0)):
+    # Where rows differ in length, few were measured in the order that calls run.
+    for dtypes, count, mean, largest in ((SIXTEEN_BITS, 2200, 1.01, 1.4), ({DType.FLOAT32}, 880, 1.015, 2.0)):
         examples = [each for each in portfolio_examples.examples_of(portfolio_examples.DATA)
                     if each.problem.dtype in dtypes]  # fmt: skip
         regrets = [regret for each in examples if (regret := portfolio_network.regret(each, shipped)) is not None]
-        assert len(regrets) > 800  # where rows differ in length, few were measured in the order that calls run
+        assert len(regrets) > count
         assert statistics.geometric_mean(regrets) < mean
         assert max(regrets) < largest
 

@@ -96,12 +96,13 @@ def test_variants_of_all_templates_come_in_the_order_of_what_they_are_expected_t
 
 
 def test_what_lies_beyond_the_range_of_an_input_counts_as_its_end(write: Write) -> None:
+    few, many = (samples.problem(seq_q=rows, mask=Mask()) for rows in (2, WIDEST))
     write(document((GLUON, OTHER), (OTHER, GLUON), network={**json.loads(TWO)["network"], "inputs": {"rows": [1, 2]}}))
     ranked = portfolio.load(Op.FORWARD).ranked
-    assert ranked(samples.problem(seq_q=2), H200) == ranked(samples.problem(seq_q=WIDEST), H200)
+    assert ranked(few, H200) == ranked(many, H200)
     write(document((GLUON, OTHER), (OTHER, GLUON)))
     ranked = portfolio.load(Op.FORWARD).ranked
-    assert ranked(samples.problem(seq_q=2), H200) != ranked(samples.problem(seq_q=WIDEST), H200)
+    assert ranked(few, H200) != ranked(many, H200)
 
 
 def test_a_hidden_layer_adds_up_what_is_above_zero(write: Write) -> None:

@@ -173,7 +173,7 @@ class _Lookup:
     @cached_property
     def portfolio_choice(self) -> Variant | None:
         """What the portfolio has a call run; near entries ask for it too."""
-        ranked = portfolio.load(self.problem.op).ranked_to_run(self.problem, self.tuned.device)
+        ranked = portfolio.load(self.problem.op).ranked(self.problem, self.tuned.device)
         able = filter(self._can_run, ranked)
         return portfolio.first_of(self.problem, self.tuned.device, ranked, able, self._seeds())
 
