@@ -68,6 +68,7 @@ SPLIT_TILES = ((16, 32, 2), (16, 64, 2), (16, 64, 4), (16, 128, 2), (16, 128, 4)
 MOST_SPLIT_ROWS = 16  # of heads that share keys: a tile of few rows, whose parts are added up by rows or groups
 PROGRAMS_AN_SM = 0.2, 4.0  # of calls whose tiles programs share: fewer leave SMs idle, and more have too much to add up
 LONG_TILE = 128  # rows: where a head has fewer queries in float32, heads that share keys may share tiles too
+MOST_TILE_ROWS = max(rows for rows, _ in GLUON_TILES)
 FEW_ROWS = 64  # of a head or of heads that share keys: programs split the keys, and heads share tiles
 FEW_TILES = 256  # of 128 queries: then programs may split the keys too
 MOST_PROGRAMS_AN_SM = 2  # of tiles of more rows that more than four programs share
@@ -342,7 +343,12 @@ def _has_few_rows(problem: Problem) -> bool:
 
 
 def _packs(problem: Problem, most: int) -> tuple[int, ...]:
-    """Heads in the rows of a tile: one, and all or half of those that share keys, where a head has few rows."""
+    """Heads in the rows of a tile: one, and the two largest numbers whose queries a tile holds.
+
+    Where all queries of heads that share keys fit four small tiles, all of these heads count as fitting.
+    """
     together = min(1 << (problem.group_size - 1).bit_length(), most)
     few = problem.seq_q * problem.group_size <= 4 * FEW_ROWS
-    return tuple(sorted({1, max(1, together // 2), together})) if few else (1,)
+    powers = [1 << exponent for exponent in range(1, together.bit_length())]
+    fitting = [heads for heads in powers if few or heads * problem.seq_q <= MOST_TILE_ROWS]
+    return (1, *fitting[-2:])
