@@ -201,16 +201,6 @@ def test_what_cannot_run_gives_way_to_the_next_best() -> None:
     assert choice(odd, derived) == plain
 
 
-def test_the_pool_is_feasible_and_begins_with_seeds_of_the_problem() -> None:
-    for problem in drawn_calls.draw(portfolios.RESERVED, 6):
-        pool = variant_pool.pool(problem, H200)
-        spaces = {space.template: space for space in search_space.of(Op.FORWARD)}
-        seeds = [seed for space in spaces.values() for seed in space.seeds_for(problem, H200)]
-        assert pool[0] in [head_order.suiting(seed, problem, H200) for seed in seeds]
-        assert len(set(pool)) == len(pool) >= 12
-        assert all(spaces[each.template].why_infeasible(each, problem, H200) is None for each in pool)
-
-
 def test_sizes_of_a_kind_share_its_kernels() -> None:
     first = drawn_calls.draw(portfolios.RESERVED, 1)[0]
     sizes = drawn_calls.with_sizes(first, 4)
@@ -344,83 +334,6 @@ def test_the_model_tells_variants_apart_on_sizes_that_it_has_not_seen(examples: 
     assert many[LONG] < many[SHORT]
 
 
-def test_few_queries_have_variants_that_share_the_keys_of_a_head() -> None:
-    pool = variant_pool.pool(samples.problem(seq_q=1, seq_kv=60_000), H200)
-    assert {each.as_dict().get("SPLITS", 1) for each in pool if each.template == "triton/forward"} >= {1, 4, 16, 64}
-
-
-def test_few_tiles_have_variants_whose_parts_are_added_up_at_once() -> None:
-    decode = samples.problem(batch=1, heads_q=4, heads_kv=1, seq_q=1, seq_kv=60_000)
-    params = [variant.as_dict() for variant in variant_pool.pool(decode, H200)]
-    ways = {(each.get("parts_read"), each["SPLITS"]) for each in params if each.get("SPLITS", 1) > 1}
-    assert {("by_rows", 64), ("by_rows", 128), ("by_groups", 64)} <= ways
-    many = samples.problem(batch=64, heads_q=32, heads_kv=32, seq_q=1, seq_kv=60_000)
-    assert not any(variant.as_dict().get("parts_read") for variant in variant_pool.pool(many, H200))
-
-
-def test_few_tiles_of_many_rows_have_variants_that_fill_the_sms_and_many_tiles_have_none() -> None:
-    few = samples.problem(
-        batch=1, heads_q=2, heads_kv=1, seq_q=100, seq_kv=60_000, head_dim=112, mask=Mask.parse("causal")
-    )
-    params = [variant.as_dict() for variant in variant_pool.pool(few, H200)]
-    ways = {(each["BLOCK_M"], each.get("SPLITS", 1), each.get("parts_read")) for each in params}
-    assert {(64, 4, None), (64, 32, "by_groups"), (64, 64, "by_groups")} <= ways
-    many = samples.problem(batch=8, heads_q=32, heads_kv=32, seq_q=4096, seq_kv=4096)
-    alone = [each.as_dict() for each in variant_pool.pool(many, H200) if each.template == "triton/forward"]
-    assert {each.get("SPLITS", 1) for each in alone} == {1}
-
-
-def test_the_pool_has_the_order_of_heads_that_suits_a_mask() -> None:
-    def ways(mask: str) -> set[tuple[object, ...]]:
-        prompt = samples.problem(heads_q=32, heads_kv=32, seq_q=4096, seq_kv=4096, mask=Mask.parse(mask))
-        pool = variant_pool.pool(prompt, H200)
-        params = [each.as_dict() for each in pool if each.template == "gluon/forward"]
-        names = ("schedule", "query_stages", "HEAD_GROUP", "softmax")
-        return {tuple(each[name] for name in names) for each in params}
-
-    assert {("dynamic", 2, 4, "vote"), ("dynamic", 2, 4, "first_max")} <= ways("causal")
-    assert ("dynamic", 2, 1, "vote") in ways("full") - ways("causal")
-
-
-def test_keys_of_one_block_have_kernels_of_one_stage_and_more_keys_have_none() -> None:
-    """Tuning found them for 33 tokens, where the pool of before had none."""
-
-    def ways(length: int) -> set[tuple[object, ...]]:
-        pool = variant_pool.pool(samples.problem(batch=2, heads_q=8, seq_q=length, seq_kv=length, head_dim=128), H200)
-        params = [each.as_dict() for each in pool if each.template == "gluon/forward"]
-        return {(each["BLOCK_N"], each["queries_in"], each["softmax"]) for each in params if each["num_stages"] == 1}
-
-    assert {(64, "registers", "online"), (64, "registers", "lazy"), (64, "shared", "online")} <= ways(33)
-    assert (64, "registers", "online") not in ways(300)
-
-
-def test_many_tiles_on_keys_of_one_block_have_programs_that_take_several_and_more_keys_have_none() -> None:
-    """Tuning found them for 17 to 66 keys, where the pools of before had none."""
-
-    def ways(length: int) -> set[tuple[object, ...]]:
-        problem = samples.problem(batch=32, heads_q=32, heads_kv=32, seq_q=length, seq_kv=length, head_dim=128)
-        params = [each.as_dict() for each in variant_pool.pool(problem, H200) if each.template == "gluon/forward"]
-        names = "BLOCK_N", "num_stages", "softmax", "schedule", "query_stages"
-        return {tuple(each[name] for name in names) for each in params}
-
-    several_tiles = {(64, 2, softmax, "persistent", 2) for softmax in ("online", "lazy")}
-    assert several_tiles <= ways(33)
-    assert not several_tiles & ways(300)
-
-
-def test_float32_has_kept_maxima_and_where_queries_are_fewer_than_a_tile_has_rows_packed_heads() -> None:
-    tf32 = samples.problem(
-        dtype=DType.FLOAT32, precision=Precision.TF32, heads_q=32, heads_kv=4, seq_q=64, seq_kv=1919, head_dim=64
-    )
-
-    def ways(problem: Problem) -> set[tuple[object, ...]]:
-        params = [each.as_dict() for each in variant_pool.pool(problem, H200) if each.template == "triton/forward"]
-        return {(each.get("PACK_GQA", 0), each["softmax"]) for each in params}
-
-    assert {(0, "online"), (0, "first_max"), (1, "online"), (1, "first_max")} <= ways(tf32)
-    assert {pack for pack, _ in ways(replace(tf32, seq_q=1919))} == {0}
-
-
 def test_the_model_counts_what_the_last_program_of_a_tile_adds_up() -> None:
     decode = samples.problem(batch=1, heads_q=4, heads_kv=1, seq_q=1, seq_kv=60_000, head_dim=64)
     space = search_space.load("triton/forward")
@@ -429,12 +342,6 @@ def test_the_model_counts_what_the_last_program_of_a_tile_adds_up() -> None:
     variants = [space.variant({**tile, "parts_read": way}) for way in ("maxima_first", "by_rows", "by_groups")]
     work = portfolio_model.work_of(decode, portfolio_model.Kernels(variants), H200)
     assert work.added.tolist() == [64 * 16 * 64, 64 * 4 * 64, (8 + 8) * 16 * 64]
-
-
-def test_few_rows_have_tiles_of_all_heads_that_share_keys_and_of_half_of_them() -> None:
-    """Of 17 queries in groups of four, the fastest kernel of an H100 had two heads in a tile."""
-    pool = variant_pool.pool(samples.problem(batch=32, heads_q=32, heads_kv=8, seq_q=17, seq_kv=17, head_dim=192), H200)
-    assert {each.as_dict().get("PACK_GQA", 1) for each in pool if each.template == "gluon/forward"} >= {1, 2, 4}
 
 
 def test_derive_writes_a_portfolio_that_its_check_accepts_until_it_is_changed(
