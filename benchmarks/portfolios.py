@@ -7,6 +7,7 @@ python benchmarks/portfolios.py fill chosen.jsonl --seed 1016        needs a GPU
 python benchmarks/portfolios.py finals --device h200                 writes data/portfolios/h200_chosen_shipped.jsonl
 python benchmarks/portfolios.py scales                               writes data/feature_scales.json
 python benchmarks/portfolios.py derive                               writes search_spaces/forward.portfolio.json
+python benchmarks/portfolios.py losses FILE ...                      says how far from the best untuned calls are
 
 screen: for each drawn problem, a wide pool of variants (`variant_pool.py`) is compiled, passes the gate and has a first
 look. These times are rough: compilers are at work, and what is slow is looked at once.
@@ -27,6 +28,8 @@ scales: how much each feature of a problem and a variant counts for the model (`
 
 derive: a network learns from a model of these times (`portfolio_derivation.py`). The same data give the same bytes
 (`portfolio_text.py`), which --check shows.
+
+losses: of problems that were measured, what the shipped portfolio's choice takes over the best variant.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ from autoattn.core.device import Device
 from autoattn.core.problem import Op, Problem
 from autoattn.hardware import nvidia
 
-NEAR = 1.02
+NEAR, FAR = 1.02, 1.15  # times over the best
 RESERVED = 1000  # seeds from here on are for portfolios; smaller ones are for benchmarks/untuned.py
 
 app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False)
@@ -276,11 +279,36 @@ def derive(
     digests = json.dumps(portfolio_derivation.digests(), indent=2)
     portfolio_derivation.DIGESTS.write_text(digests + "\n", encoding="utf-8")
     regrets = [regret for example in examples if (regret := portfolio_network.regret(example, derived)) is not None]
+    print(f"{len(derived.variants)} variants; {_summary(regrets, len(examples))}")
+
+
+@app.command()
+def losses(
+    files: Annotated[list[Path], typer.Argument(help="Of measured problems.", exists=True)],
+    most: Annotated[int, typer.Option(help="Problems that are named of each file.")] = 5,
+) -> None:
+    """Say how much longer than the best measured variant a call takes that nobody tuned; the worst problems by name."""
+    for path in files:
+        examples = portfolio_examples.read(path)
+        regrets = {
+            example.problem: time_us / example.best_us
+            for example in examples
+            if (time_us := example.times_us.get(portfolio.default(example.problem, example.device))) is not None
+        }
+        print(f"{path.name}: {_summary(list(regrets.values()), len(examples))}")
+        for problem in sorted(regrets, key=lambda problem: -regrets[problem])[:most]:
+            print(f"  {regrets[problem]:.3f} {problem}")
+
+
+def _summary(regrets: Sequence[float], count: int) -> str:
+    """How far choices are from the best times, of those of so many problems whose choice was measured."""
+    if not regrets:
+        return f"{count} problems, none by a measured variant"
     mean = math.exp(statistics.fmean(map(math.log, regrets)))
-    within = sum(regret <= NEAR for regret in regrets)
-    print(
-        f"{len(derived.variants)} variants; {len(examples)} problems, {len(regrets)} by a measured variant: "
-        f"{mean:.3f} of the best time, at most {max(regrets):.3f}; {within} within {NEAR - 1:.0%}"
+    near, far = sum(regret <= NEAR for regret in regrets), sum(regret > FAR for regret in regrets)
+    return (
+        f"{count} problems, {len(regrets)} by a measured variant: {mean:.3f} of the best time, at most "
+        f"{max(regrets):.3f}; {near} within {NEAR - 1:.0%}, {far} by more than {FAR - 1:.0%}"
     )
 
 

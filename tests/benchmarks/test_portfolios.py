@@ -442,18 +442,40 @@ def test_finals_of_another_cache_have_a_file_of_their_own(tmp_path: Path) -> Non
     assert (measurement.problem, set(measurement.times_us), measurement.met_cover) == (problem, {variant}, False)
 
 
+def written(path: Path, times_us: dict[Problem, dict[Variant, float]]) -> Path:
+    """A file of measurements."""
+    documents = [
+        {
+            "problem": portfolios.msgspec.to_builtins(problem),
+            "times_us": [[variant.template, variant.as_dict(), time_us] for variant, time_us in times.items()],
+            "rivals_us": {"sdpa": 11.0},
+        }
+        for problem, times in times_us.items()
+    ]
+    path.write_text("".join(json.dumps(document) + "\n" for document in documents), encoding="utf-8")
+    return path
+
+
 def test_a_file_of_measurements_reads_back(tmp_path: Path) -> None:
-    problem = problem_of(64)
-    trials = [(SHORT, 12.5), (LONG, 10.0)]
-    document = {
-        "problem": json.loads(json.dumps(portfolios.msgspec.to_builtins(problem))),
-        "times_us": [[variant.template, variant.as_dict(), time_us] for variant, time_us in trials],
-        "rivals_us": {"sdpa": 11.0},
+    problem, times_us = problem_of(64), {SHORT: 12.5, LONG: 10.0}
+    (read,) = portfolio_examples.read(written(tmp_path / "h200_forward_1000.jsonl", {problem: times_us}))
+    assert (read.problem, read.times_us, read.device) == (problem, times_us, H200)
+
+
+def test_losses_are_times_of_what_untuned_calls_run_over_the_best_measured_ones(tmp_path: Path) -> None:
+    best, behind, unmeasured = problem_of(64), problem_of(300), problem_of(5000)
+    times_us = {
+        best: {portfolio.default(best, H200): 10.0, LONG: 20.0},
+        behind: {portfolio.default(behind, H200): 12.5, LONG: 10.0},
+        unmeasured: {SHORT: 10.0},
     }
-    path = tmp_path / "h200_forward_1000.jsonl"
-    path.write_text(json.dumps(document) + "\n", encoding="utf-8")
-    (read,) = portfolio_examples.read(path)
-    assert (read.problem, dict(read.times_us), read.device) == (problem, dict(trials), H200)
+    path = written(tmp_path / "h200_chosen_1000.jsonl", times_us)
+    result = CliRunner().invoke(portfolios.app, ["losses", str(path), "--most", "1"])
+    assert result.output.splitlines() == [
+        "h200_chosen_1000.jsonl: 3 problems, 2 by a measured variant: 1.118 of the best time, at most 1.250; "
+        "1 within 2%, 1 by more than 15%",
+        f"  1.250 {behind}",
+    ]
 
 
 CAUSAL = problem_of(4096, mask=Mask.parse("causal"))
