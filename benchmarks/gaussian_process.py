@@ -11,13 +11,11 @@ import numpy.typing as npt
 import torch
 
 Array: TypeAlias = npt.NDArray[np.float64]
-Placed: TypeAlias = Any  # an array of NumPy's, or on a GPU a tensor: covariances are the same calls of both
 LENGTH_SCALE = 14.0  # of the kernel, in standard deviations of the features, which each have a weight of their own
 IN_COMMON = 0.003  # variance of what all values of an owner have in common
 MOST_RESIDUAL = 1e-9  # of the samples' values, when their weights are exact enough
 MOST_STEPS = 50  # of conjugate gradients towards these
-# Of a prediction, or of each side of a tile: their covariances stay in a core's cache, and keep a GPU busy.
-SAMPLES_AT_ONCE = {"cpu": 512, "cuda": 16_384}
+SAMPLES_AT_ONCE = 512  # of a prediction, or of each side of a tile, so that their covariances stay in a core's cache
 GROUPS_AT_ONCE = 100  # of inputs, whose covariance with all samples takes 0.4 GB
 
 
@@ -51,7 +49,6 @@ class GaussianProcess:
         self._deviation = (known.inputs.std(axis=0) + 1e-9) / np.array(weights)
         self._offset = float(known.values.mean())
         self._columns = _columns(self._scaled(known.inputs))
-        self._there: tuple[Placed, Placed] | None = None  # columns and weights, once they were asked for
         factor = self._factored(known)
         self._weights = self._weighted(known, factor)
         self._factor = factor if with_errors else None
@@ -60,18 +57,17 @@ class GaussianProcess:
             self._in_common[owner] += IN_COMMON * float(weight)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What other processes need to predict: not what its errors need, which has gigabytes, nor what a GPU holds."""
-        return vars(self) | {"_factor": None, "_there": None}
+        """What other processes need to predict: not what its errors need, which has gigabytes."""
+        return vars(self) | {"_factor": None}
 
     def predict(self, inputs: Array, owner: Hashable = None) -> Array:
         """The values of other inputs, which all are of one owner."""
-        self._there = self._there or (_placed(self._columns), _placed(self._weights))
-        columns, weights = self._there
-        rows = _placed(_rows(self._scaled(inputs)))
-        predicted = _placed(np.full(len(rows), self._offset + self._in_common.get(owner, 0.0)))
-        for known in _slices(len(weights)):
-            predicted += _covariance(rows, columns[:, known]) @ weights[known]
-        return _numbers(predicted)
+        rows = _rows(self._scaled(inputs))
+        predicted = np.full(len(rows), self._offset + self._in_common.get(owner, 0.0))
+        for begin in range(0, len(self._weights), SAMPLES_AT_ONCE):
+            known = slice(begin, begin + SAMPLES_AT_ONCE)
+            predicted += _covariance(rows, self._columns[:, known]) @ self._weights[known]
+        return predicted
 
     def believed(self, groups: Sequence[Array]) -> Iterator[tuple[Array, Array]]:
         """The values of each group of inputs, [inputs], and how their errors go together, [inputs, inputs].
@@ -96,33 +92,31 @@ class GaussianProcess:
         On a GPU where there is one, which factors in seconds what two cores take ten minutes for.
         """
         place, count = device_of_matrices(), len(known.noise)
-        numbers = _placed(known.numbers())
+        numbers = known.numbers()
         covariance = torch.empty((count, count), dtype=torch.float32, device=place)
         for rows, others, tile in self._tiles():
             tile += IN_COMMON * (numbers[rows, None] == numbers[others])
-            covariance[rows, others] = torch.as_tensor(tile).float()
+            covariance[rows, others] = torch.from_numpy(tile).to(place, torch.float32)
         covariance.diagonal().add_(torch.from_numpy(known.noise).to(place, torch.float32))
         columns = covariance.mT  # LAPACK factors columns where they lie; of the matrix it reads this half alone
         return torch.linalg.cholesky(columns, out=columns)
 
-    def _tiles(self) -> Iterator[tuple[slice, slice, Placed]]:
+    def _tiles(self) -> Iterator[tuple[slice, slice, Array]]:
         """The upper half of the samples' covariance, without noise and owners: rows, columns, and their values."""
-        columns = _placed(self._columns)
-        places = list(_slices(columns.shape[1]))
+        places = [slice(begin, begin + SAMPLES_AT_ONCE) for begin in range(0, self._columns.shape[1], SAMPLES_AT_ONCE)]
         for number, rows in enumerate(places):
-            left = _placed(_rows(self._columns[:-2, rows].T))  # behind the features there are ones and squares
+            left = _rows(self._columns[:-2, rows].T)  # behind the features there are ones and squares
             for others in places[number:]:
-                yield rows, others, _covariance(left, columns[:, others])
+                yield rows, others, _covariance(left, self._columns[:, others])
 
     def _image(self, known: Targets, numbers: npt.NDArray[np.intp], vector: Array) -> Array:
         """The covariance of samples, whose owners have these numbers, times a vector in double precision: [samples]."""
-        image = _placed(known.noise * vector + IN_COMMON * np.bincount(numbers, weights=vector)[numbers])
-        there = _placed(vector)
+        image: Array = known.noise * vector + IN_COMMON * np.bincount(numbers, weights=vector)[numbers]
         for rows, others, tile in self._tiles():
-            image[rows] += tile @ there[others]
+            image[rows] += tile @ vector[others]
             if rows != others:
-                image[others] += there[rows] @ tile
-        return _numbers(image)
+                image[others] += vector[rows] @ tile
+        return image
 
     def _weighted(self, known: Targets, factor: torch.Tensor) -> Array:
         """What the samples' covariance takes to their values, in double precision: [samples].
@@ -151,26 +145,8 @@ class GaussianProcess:
 
 
 def device_of_matrices() -> str:
-    """Where large matrices are multiplied and factored: on a GPU where there is one."""
+    """Where covariances of many samples are factored: on a GPU where there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _placed(array: npt.NDArray[Any]) -> Placed:
-    """An array where matrices are multiplied."""
-    place = device_of_matrices()
-    return array if place == "cpu" else torch.from_numpy(array).to(place)
-
-
-def _numbers(placed: Placed) -> Array:
-    """As an array."""
-    numbers: Array = placed.cpu().numpy() if isinstance(placed, torch.Tensor) else placed
-    return numbers
-
-
-def _slices(count: int) -> Iterator[slice]:
-    """All of so many samples, as many at once as suit the place where matrices are multiplied."""
-    step = SAMPLES_AT_ONCE[device_of_matrices()]
-    return (slice(begin, begin + step) for begin in range(0, count, step))
 
 
 def _solved(factor: torch.Tensor, right: Array) -> Array:
@@ -197,14 +173,13 @@ def _squares(scaled: Array) -> Array:
     return squares
 
 
-def _covariance(rows: Placed, columns: Placed) -> Placed:
+def _covariance(rows: Array, columns: Array) -> Array:
     """Matern's, of smoothness 3/2, in as few arrays as will do: [inputs of the rows, inputs of the columns]."""
-    library: Any = torch if isinstance(rows, torch.Tensor) else np
-    distance = rows @ columns
-    library.clip(distance, 0.0, None, out=distance)
-    library.sqrt(distance, out=distance)
-    covariance = -distance
-    library.exp(covariance, out=covariance)
+    distance: Array = rows @ columns
+    np.maximum(distance, 0.0, out=distance)
+    np.sqrt(distance, out=distance)
+    covariance = np.negative(distance)
+    np.exp(covariance, out=covariance)
     distance += 1.0
     covariance *= distance
     return covariance

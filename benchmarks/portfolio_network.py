@@ -1,9 +1,9 @@
 """Trains the network of a portfolio on measured and predicted times: what each variant costs on a problem.
 
 The cost of a variant is the logarithm of its time over the best one. The same examples give the same weights to the bit
-on every machine, with a GPU or without. A BLAS library adds up the terms of a matrix product in an order of its own; so
-the factors are rounded to few bits, and every sum is exact (`exact_product`). All else is one operation of IEEE 754 for
-each number, which rounds alike everywhere.
+on every machine. A BLAS library adds up the terms of a matrix product in an order of its own; so the factors are
+rounded to few bits, and every sum is exact (`exact_product`). All else is one operation of IEEE 754 for each number,
+which rounds alike everywhere.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
-import gaussian_process
 import numpy as np
 import torch
 from portfolio_examples import Example
@@ -168,30 +167,25 @@ def _trained(inputs: Array, costs: Array, counts: Array) -> tuple[Array, ...]:
     deviation = np.round(inputs.std(axis=0), 3)
     deviation[deviation == 0.0] = 1.0
     chance = np.random.PCG64(0)
-    training = _Training(_placed(layer) for layer in _begun([len(mean), *HIDDEN, costs.shape[1]], chance))
-    scaled, costs_there, counts_there = map(_placed, ((inputs - mean) / deviation, costs, counts))
+    training = _Training(map(torch.from_numpy, _begun([len(mean), *HIDDEN, costs.shape[1]], chance)))
+    scaled, costs_of, counts_of = map(torch.from_numpy, ((inputs - mean) / deviation, costs, counts))
     batch = min(BATCH, len(inputs))
     batches = len(inputs) // batch
     for epoch in range(EPOCHS):
-        order = torch.from_numpy(np.argsort(chance.random_raw(len(inputs)), kind="stable")).to(scaled.device)
+        order = torch.from_numpy(np.argsort(chance.random_raw(len(inputs)), kind="stable"))
         for number in range(batches):
             rows = order[number * batch : (number + 1) * batch]
             done = (epoch * batches + number + 1) / (EPOCHS * batches)
             rate = RATE * min(done / 0.1, (1.0 - done) / 0.9)
-            training.step(_with_ones(scaled[rows]), costs_there[rows], counts_there[rows], rate)
-    first, *others = (layer.cpu().numpy() for layer in training.layers)
+            training.step(_with_ones(scaled[rows]), costs_of[rows], counts_of[rows], rate)
+    first, *others = (layer.numpy() for layer in training.layers)
     first = np.vstack([first[:-1] / deviation[:, None], first[-1:] - (mean / deviation) @ first[:-1]])
     return tuple(map(_short, (first, *others)))
 
 
-def _placed(array: Array) -> Tensor:
-    """A copy of an array where matrices are multiplied."""
-    return torch.tensor(array, device=gaussian_process.device_of_matrices())
-
-
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """On a CPU a step's matrices are small: threads wait for one another longer than they save."""
+    """A step's matrices are small: threads wait for one another longer than they save."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -225,8 +219,7 @@ class _Training:
         for layer in self.layers[:-1]:
             activations.append(_with_ones(exact_product(activations[-1], layer).clamp(min=0.0)))
         expected = exact_product(activations[-1], self.layers[-1])
-        error = counts * (expected - costs) + choice_gradient(expected, costs, counts > 0.0)
-        error = _quotient(error, len(inputs))
+        error = (counts * (expected - costs) + choice_gradient(expected, costs, counts > 0.0)) / len(inputs)
         gradients = []
         for layer, factor in zip(reversed(self.layers), reversed(activations), strict=True):
             gradients.append(exact_product(factor.T, error))
@@ -238,9 +231,8 @@ class _Training:
         ):
             mean += (1.0 - MEAN) * (gradient - mean)
             square += (1.0 - SQUARES) * (gradient * gradient - square)
-            unbiased = _quotient(square, 1.0 - self._forgotten[1])
-            move = _quotient(mean, 1.0 - self._forgotten[0]) / (unbiased.sqrt() + 1e-10)
-            layer -= rate * (move + DECAY * layer)
+            unbiased = square / (1.0 - self._forgotten[1])
+            layer -= rate * (mean / (1.0 - self._forgotten[0]) / (unbiased.sqrt() + 1e-10) + DECAY * layer)
 
 
 def choice_gradient(expected: Tensor, costs: Tensor, able: Tensor) -> Tensor:
@@ -252,10 +244,10 @@ def choice_gradient(expected: Tensor, costs: Tensor, able: Tensor) -> Tensor:
     """
     least = expected.where(able, math.inf).amin(dim=1, keepdim=True)
     beyond = (expected - least).where(able, 0.0)
-    distance = 1.0 + _quotient(beyond, SOFTNESS)
+    distance = 1.0 + beyond / SOFTNESS
     squares = distance * distance
     shares = able / (squares * squares)
-    ones = torch.ones((costs.shape[1], 1), dtype=torch.float64, device=costs.device)
+    ones = torch.ones((costs.shape[1], 1), dtype=torch.float64)
     total = exact_product(shares, ones)
     mean = exact_product(shares * costs, ones) / total
     return (mean - costs) * (4.0 / SOFTNESS) * shares / distance / total
@@ -264,11 +256,6 @@ def choice_gradient(expected: Tensor, costs: Tensor, able: Tensor) -> Tensor:
 def _with_ones(matrix: Tensor) -> Tensor:
     """The matrix with a column of ones behind it."""
     return torch.hstack([matrix, torch.ones_like(matrix[:, :1])])
-
-
-def _quotient(matrix: Tensor, divisor: float) -> Tensor:
-    """A matrix over a number; over one of Python's, a GPU would multiply by its rounded reciprocal."""
-    return matrix / torch.full((), divisor, dtype=torch.float64, device=matrix.device)
 
 
 def exact_product(left: Tensor, right: Tensor) -> Tensor:

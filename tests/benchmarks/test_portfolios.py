@@ -7,7 +7,7 @@ import math
 import pickle
 import random
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -257,14 +257,7 @@ def test_what_rules_allow_and_no_measurement_has_is_taken_to_fail() -> None:
     assert any(each.times_us[SHORT] != portfolio_derivation.FAILED * each.best_us for each in predicted)
 
 
-@pytest.mark.parametrize(
-    "placed", [pytest.param(np.asarray, id="arrays"), pytest.param(torch.from_numpy, id="tensors")]
-)
-def test_predictions_have_double_precision_though_the_factor_has_single(
-    placed: Callable[[np.ndarray], object], examples: list[Example], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gaussian_process, "device_of_matrices", lambda: "cpu")
-    monkeypatch.setattr(gaussian_process, "_placed", placed)
+def test_predictions_have_double_precision_though_the_factor_has_single(examples: list[Example]) -> None:
     known = portfolio_model.targets_of(list(samples_of(examples)) * 20)
     rng = np.random.default_rng(0)
     shape = known.inputs.shape
