@@ -9,14 +9,12 @@ which rounds alike everywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
-import torch
+import numpy.typing as npt
 from portfolio_examples import Example
-from torch import Tensor
 
 from autoattn.codegen import cost_network, portfolio
 from autoattn.codegen.cost_network import Array, CostNetwork
@@ -109,8 +107,7 @@ def train(examples: Sequence[Example]) -> Portfolio:
     ranges = _short(np.stack([facts.min(axis=0), facts.max(axis=0)], axis=1))
     variants = sorted({variant for example in examples for variant in example.times_us}, key=_order)
     costs, counts = _costs(ordered, variants)
-    with _one_thread():
-        layers = _trained(cost_network.logarithms(facts, ranges), costs, counts)
+    layers = _trained(cost_network.logarithms(facts, ranges), costs, counts)
     network = CostNetwork(inputs=INPUTS, ranges=ranges, layers=layers)
     return Portfolio(let=RULES, left_out=Rule(LEFT_OUT), variants=tuple(variants), network=network)
 
@@ -166,32 +163,20 @@ def _trained(inputs: Array, costs: Array, counts: Array) -> tuple[Array, ...]:
     mean = np.round(inputs.mean(axis=0), 3)
     deviation = np.round(inputs.std(axis=0), 3)
     deviation[deviation == 0.0] = 1.0
+    scaled = _with_ones((inputs - mean) / deviation)
     chance = np.random.PCG64(0)
-    training = _Training(map(torch.from_numpy, _begun([len(mean), *HIDDEN, costs.shape[1]], chance)))
-    scaled, costs_of, counts_of = map(torch.from_numpy, ((inputs - mean) / deviation, costs, counts))
+    training = _Training(_begun([len(mean), *HIDDEN, costs.shape[1]], chance))
     batch = min(BATCH, len(inputs))
     batches = len(inputs) // batch
     for epoch in range(EPOCHS):
-        order = torch.from_numpy(np.argsort(chance.random_raw(len(inputs)), kind="stable"))
+        order = np.argsort(chance.random_raw(len(inputs)), kind="stable")
         for number in range(batches):
             rows = order[number * batch : (number + 1) * batch]
             done = (epoch * batches + number + 1) / (EPOCHS * batches)
-            rate = RATE * min(done / 0.1, (1.0 - done) / 0.9)
-            training.step(_with_ones(scaled[rows]), costs_of[rows], counts_of[rows], rate)
-    first, *others = (layer.numpy() for layer in training.layers)
+            training.step(scaled[rows], costs[rows], counts[rows], RATE * min(done / 0.1, (1.0 - done) / 0.9))
+    first, *others = training.layers
     first = np.vstack([first[:-1] / deviation[:, None], first[-1:] - (mean / deviation) @ first[:-1]])
     return tuple(map(_short, (first, *others)))
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """A step's matrices are small: threads wait for one another longer than they save."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _begun(widths: Sequence[int], chance: np.random.PCG64) -> list[Array]:
@@ -207,17 +192,17 @@ def _begun(widths: Sequence[int], chance: np.random.PCG64) -> list[Array]:
 class _Training:
     """Layers, and the moments of their gradients."""
 
-    def __init__(self, layers: Iterable[Tensor]) -> None:
-        self.layers = list(layers)
-        self._means = [torch.zeros_like(layer) for layer in self.layers]
-        self._squares = [torch.zeros_like(layer) for layer in self.layers]
+    def __init__(self, layers: list[Array]) -> None:
+        self.layers = layers
+        self._means = [np.zeros_like(layer) for layer in layers]
+        self._squares = [np.zeros_like(layer) for layer in layers]
         self._forgotten = 1.0, 1.0  # what is left of the moments that training began with, which are 0
 
-    def step(self, inputs: Tensor, costs: Tensor, counts: Tensor, rate: float) -> None:
+    def step(self, inputs: Array, costs: Array, counts: Array, rate: float) -> None:
         """One step of Adam, by a batch of examples: by their squared errors and by what their choices cost."""
         activations = [inputs]
         for layer in self.layers[:-1]:
-            activations.append(_with_ones(exact_product(activations[-1], layer).clamp(min=0.0)))
+            activations.append(_with_ones(np.maximum(exact_product(activations[-1], layer), 0.0)))
         expected = exact_product(activations[-1], self.layers[-1])
         error = (counts * (expected - costs) + choice_gradient(expected, costs, counts > 0.0)) / len(inputs)
         gradients = []
@@ -232,39 +217,42 @@ class _Training:
             mean += (1.0 - MEAN) * (gradient - mean)
             square += (1.0 - SQUARES) * (gradient * gradient - square)
             unbiased = square / (1.0 - self._forgotten[1])
-            layer -= rate * (mean / (1.0 - self._forgotten[0]) / (unbiased.sqrt() + 1e-10) + DECAY * layer)
+            layer -= rate * (mean / (1.0 - self._forgotten[0]) / (np.sqrt(unbiased) + 1e-10) + DECAY * layer)
 
 
-def choice_gradient(expected: Tensor, costs: Tensor, able: Tensor) -> Tensor:
+def choice_gradient(expected: Array, costs: Array, able: npt.NDArray[np.bool_]) -> Array:
     """By how much what a choice costs grows with each expected cost: [examples, variants].
 
     Squared errors spend a network on variants that nobody would choose. What counts is the cost of the variant that is
     expected to cost the least, but that changes in steps, without a gradient. So each variant that can run has a share
     in the choice: (1 + what it is expected to cost beyond the least / SOFTNESS)^-4, over the sum of these.
     """
-    least = expected.where(able, math.inf).amin(dim=1, keepdim=True)
-    beyond = (expected - least).where(able, 0.0)
+    least = np.where(able, expected, np.inf).min(axis=1, keepdims=True)
+    beyond = np.where(able, expected - least, 0.0)
     distance = 1.0 + beyond / SOFTNESS
     squares = distance * distance
     shares = able / (squares * squares)
-    ones = torch.ones((costs.shape[1], 1), dtype=torch.float64)
+    ones = np.ones((costs.shape[1], 1))
     total = exact_product(shares, ones)
     mean = exact_product(shares * costs, ones) / total
-    return (mean - costs) * (4.0 / SOFTNESS) * shares / distance / total
+    gradient: Array = (mean - costs) * (4.0 / SOFTNESS) * shares / distance / total
+    return gradient
 
 
-def _with_ones(matrix: Tensor) -> Tensor:
+def _with_ones(matrix: Array) -> Array:
     """The matrix with a column of ones behind it."""
-    return torch.hstack([matrix, torch.ones_like(matrix[:, :1])])
+    return np.hstack([matrix, np.ones((len(matrix), 1))])
 
 
-def exact_product(left: Tensor, right: Tensor) -> Tensor:
+def exact_product(left: Array, right: Array) -> Array:
     """The product of two matrices whose factors have BITS bits, so that it is exact whatever the order of its sums."""
-    return _rounded(left) @ _rounded(right)
+    product: Array = _rounded(left) @ _rounded(right)
+    return product
 
 
-def _rounded(matrix: Tensor) -> Tensor:
+def _rounded(matrix: Array) -> Array:
     """A matrix of whole multiples of a power of two, which BITS bits hold."""
-    largest = float(matrix.abs().max())
+    largest = float(np.abs(matrix).max(initial=0.0))
     unit = math.ldexp(1.0, math.frexp(largest)[1] - BITS)
-    return (matrix / unit).round() * unit
+    rounded: Array = np.rint(matrix / unit) * unit
+    return rounded

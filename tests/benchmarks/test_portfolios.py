@@ -23,7 +23,6 @@ import portfolio_text
 import portfolios
 import pytest
 import samples
-import torch
 import variant_pool
 from gaussian_process import GaussianProcess
 from portfolio_examples import Example
@@ -133,34 +132,35 @@ def test_the_same_weights_come_of_sums_in_another_order(
     examples: list[Example], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As another BLAS library, or another processor, adds them up."""
-    matrices = [torch.from_numpy(np.random.default_rng(place).normal(size=(300, 300))) for place in range(2)]
-    order = torch.from_numpy(np.random.default_rng(2).permutation(300))
+    matrices = [np.random.default_rng(place).normal(size=(300, 300)) for place in range(2)]
+    order = np.random.default_rng(2).permutation(300)
 
     reordered = matrices[0][:, order], matrices[1][order]
     assert (matrices[0] @ matrices[1] != reordered[0] @ reordered[1]).any()
     product = portfolio_network.exact_product(*matrices)
-    assert torch.equal(product, portfolio_network.exact_product(*reordered))
+    np.testing.assert_array_equal(product, portfolio_network.exact_product(*reordered))
     np.testing.assert_allclose(product, matrices[0] @ matrices[1], atol=1e-3)
     here = trained(examples, 20)
     exact = portfolio_network.exact_product
-    monkeypatch.setattr(portfolio_network, "exact_product", lambda left, right: exact(left.flip(1), right.flip(0)))
+    monkeypatch.setattr(
+        portfolio_network, "exact_product", lambda left, right: exact(left[:, ::-1], np.ascontiguousarray(right[::-1]))
+    )
     for layer, same in zip(here.network.layers, trained(examples, 20).network.layers, strict=True):
         np.testing.assert_array_equal(layer, same)
 
 
 def test_a_choice_costs_more_as_better_variants_are_expected_to_be_slower() -> None:
-    expected = torch.tensor([[0.01, 0.0, 0.04, 0.0]], dtype=torch.float64)
-    costs = torch.tensor([[0.0, 0.05, 0.2, 0.7]], dtype=torch.float64)
-    able = torch.tensor([[True, True, True, False]])
+    expected, costs = np.array([[0.01, 0.0, 0.04, 0.0]]), np.array([[0.0, 0.05, 0.2, 0.7]])
+    able = np.array([[True, True, True, False]])
 
     def cost(column: int, change: float) -> float:
-        beyond = expected[0, :3] + change * (torch.arange(3) == column)  # the second is the least
+        beyond = expected[0, :3] + np.where(np.arange(3) == column, change, 0.0)  # the second is the least
         shares = (1.0 + beyond / portfolio_network.SOFTNESS) ** -4
         return float(shares @ costs[0, :3] / shares.sum())
 
     gradient = portfolio_network.choice_gradient(expected, costs, able)
     slopes = [(cost(column, 1e-6) - cost(column, -1e-6)) / 2e-6 for column in range(3)]
-    assert gradient[0].tolist() == pytest.approx([*slopes, 0.0], rel=1e-4)
+    assert gradient[0] == pytest.approx([*slopes, 0.0], rel=1e-4)
     assert gradient[0, 0] > 0.0 > gradient[0, 1]
 
 
