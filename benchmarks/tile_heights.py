@@ -1,0 +1,73 @@
+"""Says from measured times, by head dim, how much longer Hopper's tiles of 64 rows take than those of 128.
+
+python benchmarks/tile_heights.py
+
+Beside that stands how many lines of 128 bytes a box of 128 bytes touches, of rows that lie one behind another. A row of
+240 bytes begins anywhere in a line, so that nearly each of its boxes touches two. Tiles of 64 rows ask for each key
+twice as often as those of 128.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+
+import portfolio_examples
+from portfolio_examples import DATA, Example
+
+LINE_BYTES = 128  # of the L2's lines, and of the widest box of the TMA unit with swizzled rows
+HEIGHTS = 64, 128
+FEWEST_QUERIES, FEWEST_KEYS = 512, 700  # of problems that count: few have a height of their own
+FEWEST_KEYS_OF_BLOCK = 64
+FEWEST_PROBLEMS = 5  # of a row
+
+
+def lines_of_box(row_bytes: int) -> float:
+    """Lines that a box of a row touches, in the mean of all boxes of rows that lie one behind another."""
+    lines, boxes = 0, 0
+    for row in range(LINE_BYTES // math.gcd(row_bytes, LINE_BYTES)):
+        for begin in range(row * row_bytes, (row + 1) * row_bytes, LINE_BYTES):
+            end = min(begin + LINE_BYTES, (row + 1) * row_bytes)
+            lines += (end - 1) // LINE_BYTES - begin // LINE_BYTES + 1
+            boxes += 1
+    return lines / boxes
+
+
+def ratio(example: Example) -> float | None:
+    """The best time in tiles of 64 rows over that in 128, of one head held whole; None where either is missing."""
+    best: dict[int, float] = {}
+    for variant, time_us in example.times_us.items():
+        params = variant.as_dict()
+        alone = params.get("PACK_GQA", 1) == 1 and not params.get("HEAD_SPLIT", 0)
+        if variant.template == "gluon/forward" and alone and int(params["BLOCK_N"]) >= FEWEST_KEYS_OF_BLOCK:
+            height = int(params["BLOCK_M"])
+            best[height] = min(time_us, best.get(height, math.inf))
+    low, high = map(best.get, HEIGHTS)
+    return low / high if low is not None and high is not None else None
+
+
+def table(examples: Iterable[Example]) -> list[str]:
+    """A row for each head dim of 16 bits and each kind of mask that enough problems have."""
+    ratios: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+    for example in examples:
+        problem = example.problem
+        long = problem.seq_q >= FEWEST_QUERIES and problem.seq_kv >= FEWEST_KEYS
+        if (
+            long
+            and problem.dtype.bytes == 2
+            and not problem.mask.bounded_left
+            and (known := ratio(example)) is not None
+        ):
+            ratios[problem.head_dim, "causal" if problem.mask.bounded_right else "full"].append(known)
+    lines = ["| head dim | lines of a box | mask | problems | 64 rows over 128, median |", "|--:|--:|---|--:|--:|"]
+    for (head_dim, mask), some in sorted(ratios.items()):
+        if len(some) >= FEWEST_PROBLEMS:
+            median = statistics.median(some)
+            lines.append(f"| {head_dim} | {lines_of_box(2 * head_dim):.2f} | {mask} | {len(some)} | {median:.2f} |")
+    return lines
+
+
+if __name__ == "__main__":
+    print("\n".join(table(portfolio_examples.examples_of(DATA))))
