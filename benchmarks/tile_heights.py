@@ -16,6 +16,10 @@ from collections.abc import Iterable
 
 import portfolio_examples
 from portfolio_examples import DATA, Example
+from variant_pool import GLUON
+
+from autoattn.codegen import search_space
+from autoattn.core.problem import Problem
 
 LINE_BYTES = 128  # of the L2's lines, and of the widest box of the TMA unit with swizzled rows
 HEIGHTS = 64, 128
@@ -37,36 +41,43 @@ def lines_of_box(row_bytes: int) -> float:
 
 def ratio(example: Example) -> float | None:
     """The best time in tiles of 64 rows over that in 128, of one head held whole; None where either is missing."""
-    best: dict[int, float] = {}
-    for variant, time_us in example.times_us.items():
-        params = variant.as_dict()
-        alone = params.get("PACK_GQA", 1) == 1 and not params.get("HEAD_SPLIT", 0)
-        if variant.template == "gluon/forward" and alone and int(params["BLOCK_N"]) >= FEWEST_KEYS_OF_BLOCK:
-            height = int(params["BLOCK_M"])
-            best[height] = min(time_us, best.get(height, math.inf))
-    low, high = map(best.get, HEIGHTS)
+    low, high = (_best_us(example, rows) for rows in HEIGHTS)
     return low / high if low is not None and high is not None else None
+
+
+def _best_us(example: Example, rows: int) -> float | None:
+    """The shortest time of a variant with so many rows of one head, held whole, in a tile; None where there is none."""
+    times_us = (
+        time_us
+        for variant, time_us in example.times_us.items()
+        if variant.template == GLUON
+        and (params := variant.as_dict())["BLOCK_M"] == rows
+        and int(params["BLOCK_N"]) >= FEWEST_KEYS_OF_BLOCK
+        and not params.get("HEAD_SPLIT", 0)
+        and search_space.load(GLUON).heads_of_tile(params, example.problem) == 1
+    )
+    return min(times_us, default=None)
 
 
 def table(examples: Iterable[Example]) -> list[str]:
     """A row for each head dim of 16 bits and each kind of mask that enough problems have."""
     ratios: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     for example in examples:
-        problem = example.problem
-        long = problem.seq_q >= FEWEST_QUERIES and problem.seq_kv >= FEWEST_KEYS
-        if (
-            long
-            and problem.dtype.bytes == 2
-            and not problem.mask.bounded_left
-            and (known := ratio(example)) is not None
-        ):
-            ratios[problem.head_dim, "causal" if problem.mask.bounded_right else "full"].append(known)
+        mask = example.problem.mask
+        if _counts(example.problem) and (known := ratio(example)) is not None:
+            ratios[example.problem.head_dim, "causal" if mask.bounded_right else "full"].append(known)
     lines = ["| head dim | lines of a box | mask | problems | 64 rows over 128, median |", "|--:|--:|---|--:|--:|"]
-    for (head_dim, mask), some in sorted(ratios.items()):
+    for (head_dim, kind), some in sorted(ratios.items()):
         if len(some) >= FEWEST_PROBLEMS:
             median = statistics.median(some)
-            lines.append(f"| {head_dim} | {lines_of_box(2 * head_dim):.2f} | {mask} | {len(some)} | {median:.2f} |")
+            lines.append(f"| {head_dim} | {lines_of_box(2 * head_dim):.2f} | {kind} | {len(some)} | {median:.2f} |")
     return lines
+
+
+def _counts(problem: Problem) -> bool:
+    """Whether a problem is long, of 16 bits, and has no window."""
+    long = problem.seq_q >= FEWEST_QUERIES and problem.seq_kv >= FEWEST_KEYS
+    return long and problem.dtype.bytes == 2 and not problem.mask.bounded_left
 
 
 if __name__ == "__main__":

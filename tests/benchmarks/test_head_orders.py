@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import head_orders
-import msgspec
+import measured_files
 import portfolio_examples
 import pytest
 import samples
@@ -15,34 +14,26 @@ from typer.testing import CliRunner
 
 from autoattn.codegen import head_order, search_space
 from autoattn.core.mask import Mask
-from autoattn.core.problem import Problem
 from autoattn.core.variant import Variant
 
 CAUSAL = samples.problem(heads_kv=32, seq_q=4096, seq_kv=4096)  # 2 MB of keys and values a head
 VARIANT = search_space.load("gluon/forward").seeds_for(CAUSAL, samples.H200)[0]
 
 
-def orders(times_us: dict[int, float]) -> list[tuple[Variant, float]]:
-    return [(head_order.in_order(VARIANT, group), time_us) for group, time_us in times_us.items()]
-
-
-def line(problem: Problem, times_us: list[tuple[Variant, float]]) -> str:
-    times = [[variant.template, variant.as_dict(), time_us] for variant, time_us in times_us]
-    document = {"problem": msgspec.to_builtins(problem), "times_us": times, "rivals_us": {}}
-    return json.dumps(document, default=str) + "\n"
+def orders(times_us: dict[int, float]) -> dict[Variant, float]:
+    return {head_order.in_order(VARIANT, group): time_us for group, time_us in times_us.items()}
 
 
 @pytest.fixture
 def measured(tmp_path: Path) -> Path:
-    path = tmp_path / "h200_chosen_7.jsonl"
-    apart = samples.problem(mask=Mask(), seq_q=4096)
-    path.write_text(
-        line(CAUSAL, orders({1: 20.0, 4: 12.0, 16: 10.0, 0: 30.0}))
-        + line(apart, orders({1: 1.0, 16: 9.0}))
-        + line(samples.problem(seq_q=4000, seq_kv=4096), orders({1: 5.0})),
-        encoding="utf-8",
+    return measured_files.written(
+        tmp_path / "h200_chosen_7.jsonl",
+        {
+            CAUSAL: orders({1: 20.0, 4: 12.0, 16: 10.0, 0: 30.0}),
+            samples.problem(mask=Mask(), seq_q=4096): orders({1: 1.0, 16: 9.0}),
+            samples.problem(seq_q=4000, seq_kv=4096): orders({1: 5.0}),
+        },
     )
-    return path
 
 
 def test_each_share_is_judged_by_the_order_that_it_chooses(measured: Path) -> None:

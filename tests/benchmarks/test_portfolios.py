@@ -13,6 +13,7 @@ from pathlib import Path
 
 import drawn_calls
 import gaussian_process
+import measured_files
 import numpy as np
 import portfolio_derivation
 import portfolio_examples
@@ -442,23 +443,9 @@ def test_finals_of_another_cache_have_a_file_of_their_own(tmp_path: Path) -> Non
     assert (measurement.problem, set(measurement.times_us), measurement.met_cover) == (problem, {variant}, False)
 
 
-def written(path: Path, times_us: dict[Problem, dict[Variant, float]]) -> Path:
-    """A file of measurements."""
-    documents = [
-        {
-            "problem": portfolios.msgspec.to_builtins(problem),
-            "times_us": [[variant.template, variant.as_dict(), time_us] for variant, time_us in times.items()],
-            "rivals_us": {"sdpa": 11.0},
-        }
-        for problem, times in times_us.items()
-    ]
-    path.write_text("".join(json.dumps(document) + "\n" for document in documents), encoding="utf-8")
-    return path
-
-
 def test_a_file_of_measurements_reads_back(tmp_path: Path) -> None:
     problem, times_us = problem_of(64), {SHORT: 12.5, LONG: 10.0}
-    (read,) = portfolio_examples.read(written(tmp_path / "h200_forward_1000.jsonl", {problem: times_us}))
+    (read,) = portfolio_examples.read(measured_files.written(tmp_path / "h200_forward_1000.jsonl", {problem: times_us}))
     assert (read.problem, read.times_us, read.device) == (problem, times_us, H200)
 
 
@@ -469,7 +456,7 @@ def test_losses_are_times_of_what_untuned_calls_run_over_the_best_measured_ones(
         behind: {portfolio.default(behind, H200): 12.5, LONG: 10.0},
         unmeasured: {SHORT: 10.0},
     }
-    path = written(tmp_path / "h200_chosen_1000.jsonl", times_us)
+    path = measured_files.written(tmp_path / "h200_chosen_1000.jsonl", times_us)
     result = CliRunner().invoke(portfolios.app, ["losses", str(path), "--most", "1"])
     assert result.output.splitlines() == [
         "h200_chosen_1000.jsonl: 3 problems, 2 by a measured variant: 1.118 of the best time, at most 1.250; "
