@@ -1,4 +1,4 @@
-"""What measured times say of the height of tiles, and why rows that fill no lines ask for high ones."""
+"""What measured times say of the height of tiles, and how many lines a box of keys touches."""
 
 from __future__ import annotations
 
