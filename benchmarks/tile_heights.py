@@ -2,41 +2,28 @@
 
 python benchmarks/tile_heights.py
 
-Beside that stands how many lines of 128 bytes a box of 128 bytes touches, of rows that lie one behind another. A row of
-240 bytes begins anywhere in a line, so that nearly each of its boxes touches two. Tiles of 64 rows ask for each key
-twice as often as those of 128.
+Beside that stands what a box of keys costs the TMA unit (`box_costs.py`). Tiles of 64 rows have each key copied twice
+as often as those of 128.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 
 import portfolio_examples
+from box_costs import box_cost
 from portfolio_examples import DATA, Example
 from variant_pool import GLUON
 
 from autoattn.codegen import search_space
 from autoattn.core.problem import Problem
 
-LINE_BYTES = 128  # of the L2's lines, and of the widest box of the TMA unit with swizzled rows
 HEIGHTS = 64, 128
 FEWEST_QUERIES, FEWEST_KEYS = 512, 700  # of problems that count: few have a height of their own
 FEWEST_KEYS_OF_BLOCK = 64
 FEWEST_PROBLEMS = 5  # of a row
-
-
-def lines_of_box(row_bytes: int) -> float:
-    """Lines that a box of a row touches, in the mean of all boxes of rows that lie one behind another."""
-    lines, boxes = 0, 0
-    for row in range(LINE_BYTES // math.gcd(row_bytes, LINE_BYTES)):
-        for begin in range(row * row_bytes, (row + 1) * row_bytes, LINE_BYTES):
-            end = min(begin + LINE_BYTES, (row + 1) * row_bytes)
-            lines += (end - 1) // LINE_BYTES - begin // LINE_BYTES + 1
-            boxes += 1
-    return lines / boxes
 
 
 def ratio(example: Example) -> float | None:
@@ -66,11 +53,11 @@ def table(examples: Iterable[Example]) -> list[str]:
         mask = example.problem.mask
         if _counts(example.problem) and (known := ratio(example)) is not None:
             ratios[example.problem.head_dim, "causal" if mask.bounded_right else "full"].append(known)
-    lines = ["| head dim | lines of a box | mask | problems | 64 rows over 128, median |", "|--:|--:|---|--:|--:|"]
+    lines = ["| head dim | cost of a box | mask | problems | 64 rows over 128, median |", "|--:|--:|---|--:|--:|"]
     for (head_dim, kind), some in sorted(ratios.items()):
         if len(some) >= FEWEST_PROBLEMS:
             median = statistics.median(some)
-            lines.append(f"| {head_dim} | {lines_of_box(2 * head_dim):.2f} | {kind} | {len(some)} | {median:.2f} |")
+            lines.append(f"| {head_dim} | {box_cost(2 * head_dim)} | {kind} | {len(some)} | {median:.2f} |")
     return lines
 
 
