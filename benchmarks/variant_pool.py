@@ -345,10 +345,12 @@ def _has_few_rows(problem: Problem) -> bool:
 def _packs(problem: Problem, most: int) -> tuple[int, ...]:
     """Heads in the rows of a tile: one, and the two largest numbers whose queries a tile holds.
 
-    Where all queries of heads that share keys fit four small tiles, all of these heads count as fitting.
+    Where all queries of heads that share keys fit four small tiles, all of these heads count as fitting. Of more
+    queries, tiles with two or four heads have fewer, of whose pairs a mask hides fewer.
     """
     together = min(1 << (problem.group_size - 1).bit_length(), most)
     few = problem.seq_q * problem.group_size <= 4 * FEW_ROWS
+    masked = problem.mask.bounded_left or problem.mask.bounded_right
     powers = [1 << exponent for exponent in range(1, together.bit_length())]
     fitting = [heads for heads in powers if few or heads * problem.seq_q <= MOST_TILE_ROWS]
-    return (1, *fitting[-2:])
+    return (1, *(fitting[-2:] or (powers[:2] if masked else ())))

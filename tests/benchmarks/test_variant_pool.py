@@ -111,18 +111,22 @@ def test_few_rows_have_tiles_of_all_heads_that_share_keys_and_of_half_of_them() 
 
 
 @pytest.mark.parametrize(
-    ("group_size", "seq_q", "packs"),
+    ("group_size", "seq_q", "mask", "packs"),
     [
-        pytest.param(1, 64, set(), id="heads-share-no-keys"),
-        pytest.param(5, 64, {2}, id="a-tile-of-128-rows-holds-two-heads"),
-        pytest.param(8, 33, {2, 4}, id="a-tile-of-192-rows-holds-four-heads"),
-        pytest.param(5, 50, {4, 8}, id="four-small-tiles-hold-all-heads"),
-        pytest.param(5, 100, set(), id="no-tile-holds-two-heads"),
+        pytest.param(1, 64, "causal", set(), id="heads-share-no-keys"),
+        pytest.param(5, 64, "causal", {2}, id="a-tile-of-128-rows-holds-two-heads"),
+        pytest.param(8, 33, "causal", {2, 4}, id="a-tile-of-192-rows-holds-four-heads"),
+        pytest.param(5, 50, "causal", {4, 8}, id="four-small-tiles-hold-all-heads"),
+        pytest.param(5, 100, "full", set(), id="no-tile-holds-two-heads"),
+        pytest.param(8, 2048, "causal", {2, 4}, id="fewer-queries-have-fewer-pairs-hidden"),
+        pytest.param(2, 2048, "window:1023,0", {2}, id="fewer-queries-have-a-narrower-window"),
     ],
 )
-def test_tiles_have_as_many_heads_that_share_keys_as_they_hold(group_size: int, seq_q: int, packs: set[int]) -> None:
+def test_tiles_have_as_many_heads_that_share_keys_as_they_hold(
+    group_size: int, seq_q: int, mask: str, packs: set[int]
+) -> None:
     problem = samples.problem(
-        batch=64, heads_q=8 * group_size, heads_kv=8, seq_q=seq_q, seq_kv=4096, mask=Mask.parse("causal")
+        batch=64, heads_q=8 * group_size, heads_kv=8, seq_q=seq_q, seq_kv=4096, mask=Mask.parse(mask)
     )
     seeds = search_space.load("gluon/forward").seeds_for(problem, H200)
     pool = [each for each in variant_pool.pool(problem, H200) if each.template == "gluon/forward"]
