@@ -18,6 +18,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TypeAlias
 
+import box_costs
 import numpy as np
 import numpy.typing as npt
 from gaussian_process import Array, GaussianProcess, Targets
@@ -34,6 +35,7 @@ from autoattn.cost_model import tile_schedule
 Owner: TypeAlias = tuple[Problem, Device]  # of times
 LAUNCH_US = 4.0
 L2_BYTES_PER_US = 5.5e6
+BOX_US = 0.001  # of the TMA unit of an SM for a box of one row (docs/decisions/head-dims.md)
 TILE_BLOCKS = 2  # that a tile takes as long as, beside its own
 TAIL_SPEED = 0.6  # time of the last tiles, which share SMs with few others, over that of the others
 SHARED_MEMORY = 227_000  # bytes of an SM that programs may have
@@ -90,6 +92,7 @@ class Work:
     longest: Array  # passes of the longest program
     masked: Array  # share of the passes
     bytes_read: Array  # keys and values, by all passes
+    boxes: Array  # of a pass over keys and values, in what one of whole lines costs
     products: Array  # of a pass, in flops
     rows_used: Array  # share of the tiles' rows
     added: Array  # numbers of what others left that the last program of a tile reads
@@ -106,6 +109,8 @@ def work_of(problem: Problem, kernels: Kernels, device: Device) -> Work:
     halves, whole = sum(pieces(problem.head_dim)), padded(problem.head_dim)
     width: Array = np.where(kernels.sizes("HEAD_SPLIT") > 0, halves, whole).astype(np.float64)
     slots = device.sm_count * np.where(kernels.gluon, kernels.sizes("CTAS", 1), _fitting(problem, kernels, width))
+    row_bytes = problem.head_dim * problem.dtype.bytes
+    cost: Array = np.where(kernels.gluon, box_costs.box_cost(row_bytes), 1.0)  # plain Triton kernels have no boxes
     return Work(
         tiles=tiles,
         programs=tiles * kernels.splits,
@@ -114,6 +119,7 @@ def work_of(problem: Problem, kernels: Kernels, device: Device) -> Work:
         longest=np.maximum(1.0, longest / kernels.splits),
         masked=masked,
         bytes_read=passes * kernels.keys * 2 * width * problem.dtype.bytes,
+        boxes=2.0 * box_costs.boxes_of_row(row_bytes) * kernels.keys * cost,
         products=4.0 * kernels.rows * kernels.keys * width,
         rows_used=problem.seq_q * problem.heads_q * problem.batch / (tiles * kernels.rows),
         added=_added(problem, kernels, together) * width,
@@ -225,7 +231,8 @@ def features(problem: Problem, variants: Sequence[Variant], device: Device) -> d
         "l2_over_least": work.bytes_read / L2_BYTES_PER_US / max(least_us, 0.1),
         "l2_us": 2.0 + work.bytes_read / L2_BYTES_PER_US, "rows_used": work.rows_used, "added": work.added,
         "full_waves": np.maximum(1.0, waves), "element_bytes": problem.dtype.bytes, "head_dim": problem.head_dim,
-        "batch": problem.batch,
+        "batch": problem.batch, "boxes_us": 2.0 + BOX_US * span * at_once * work.boxes,
+        "box_cost": box_costs.box_cost(problem.head_dim * problem.dtype.bytes),
     }  # fmt: skip
     flags: dict[str, Array | float] = {
         "wave_begun": np.minimum(waves, 1.0), "ieee": problem.precision is Precision.IEEE,
