@@ -255,10 +255,10 @@ def _gluon_grid(problem: Problem) -> Iterator[tuple[str, Mapping[str, Value]]]:
             **{"BLOCK_M": rows, "BLOCK_N": keys, "CTAS": _programs_an_sm(problem, rows), "PACK_GQA": pack},
             **{"HEAD_SPLIT": split, "num_stages": 2 if keys > 64 else 3},
         }
-        yield GLUON, params
-        yield GLUON, params | {"softmax": "first_max"}
-        if schedule["schedule"] == "dynamic":
-            yield GLUON, params | {"ping_pong": "named"}
+        for softmax in ("vote", "first_max"):
+            yield GLUON, params | {"softmax": softmax}
+            if schedule["schedule"] != "one_tile":
+                yield GLUON, params | {"softmax": softmax, "ping_pong": "named"}
 
 
 def _programs_an_sm(problem: Problem, rows: int) -> int:
