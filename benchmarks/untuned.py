@@ -6,7 +6,7 @@ interleaved rounds, once their answers were checked:
 - untuned: what a call runs whose user never tuned, beside the shipped cache
 - default: what it runs without any cache
 - predicted: with --predicted DIR, what the predictions in DIR make it run, which `autoattn tune` made without the card
-- tuned: what it runs after `autoattn tune --effort EFFORT`
+- tuned: what it runs after `autoattn tune --effort EFFORT`; not with --effort none, unless --cache was tuned before
 - the peers of `autoattn bench`
 
 Of untuned, default and predicted, those that run the same kernel are timed once.
@@ -37,6 +37,7 @@ from autoattn.baselines import external
 from autoattn.baselines.external import Peer
 from autoattn.bench import entrants, kernel_bench
 from autoattn.bench.kernel_results import Contestant, Options, Row
+from autoattn.cache import store
 from autoattn.core import paired_stats
 from autoattn.core.cache_entry import KERNEL
 from autoattn.core.device import Device
@@ -63,7 +64,7 @@ class Choices:
     explanations: Mapping[str, Explanation]
 
     def kernels(self) -> dict[str, Variant]:
-        """The kernels that run, each by the first contestant that runs it."""
+        """The kernels that run, each by the first contestant that runs it; that of untuned calls comes first."""
         kernels: dict[Variant, str] = {}
         for name, explanation in self.explanations.items():
             if explanation.route == KERNEL and explanation.variant is not None:
@@ -122,13 +123,20 @@ def _user_cache(folder: Path) -> Iterator[None]:
         functional.forget()
 
 
-def standings(drawn: Sequence[Choices], peers: list[Peer], seconds: float, seed: int) -> Iterator[Standing]:
-    """Times all contestants of each problem; the user's cache is the one that was tuned."""
+def standings(
+    drawn: Sequence[Choices], peers: list[Peer], seconds: float, seed: int, *, tuned: bool
+) -> Iterator[Standing]:
+    """Times all contestants of each problem; the user's cache is the one that was tuned, or is empty."""
     by_problem = {choice.problem: choice for choice in drawn}
-    beside = {choice.problem.key: choice.kernels() for choice in drawn}
+    beside = {choice.problem.key: timed_beside(choice, tuned=tuned) for choice in drawn}
     options = Options(seconds=seconds, seed=seed, beside=beside)
     for row in kernel_bench.rows([choice.problem for choice in drawn], peers, options):
-        yield standing(row, by_problem[row.problem])
+        yield standing(row, by_problem[row.problem], tuned=tuned)
+
+
+def timed_beside(choices: Choices, *, tuned: bool) -> dict[str, Variant]:
+    """The kernels that are timed beside what a call runs now; where nothing was tuned, that is what runs untuned."""
+    return {name: variant for name, variant in choices.kernels().items() if tuned or name != UNTUNED}
 
 
 def gathered(compared: Iterable[Standing], count: int) -> list[Standing]:
@@ -141,10 +149,18 @@ def gathered(compared: Iterable[Standing], count: int) -> list[Standing]:
     return comparisons
 
 
-def standing(row: Row, choices: Choices) -> Standing:
-    """How the contestants of a row compare; a choice of a backend has the backend's time."""
+def standing(row: Row, choices: Choices, *, tuned: bool) -> Standing:
+    """How the contestants of a row compare; a choice of a backend has the backend's time.
+
+    Args:
+        tuned: whether `autoattn tune` chose what the row's own call runs. If not, an untuned call runs it.
+    """
     timed = {contestant.name: contestant for contestant in row.contestants if contestant.timed}
-    aliases = {TUNED: entrants.OURS} | {name: choices.timed_as(name) for name in choices.explanations}
+    aliases = {name: choices.timed_as(name) for name in choices.explanations}
+    if tuned:
+        aliases[TUNED] = entrants.OURS
+    else:
+        aliases = {name: entrants.OURS if alias == UNTUNED else alias for name, alias in aliases.items()}
     counting = {name: timed[alias] for name, alias in aliases.items() if alias in timed}
     best_peer = row.best_peer
     intervals = {}
@@ -256,8 +272,9 @@ def main() -> None:
         cache = options.cache or Path(folder)
         if options.effort != "none":
             tune([choice.problem for choice in drawn], card, Effort(options.effort), cache)
+        tuned = any(file.entries for file in store.read_folder(cache))
         with _user_cache(cache):
-            compared = gathered(standings(drawn, peers, options.seconds, options.seed), len(drawn))
+            compared = gathered(standings(drawn, peers, options.seconds, options.seed, tuned=tuned), len(drawn))
     machine = ", ".join(f"{name} {value}" for name, value in kernel_bench.machine(peers).items())
     command = f"`python {shlex.join(['benchmarks/untuned.py', *sys.argv[1:]])}`"
     head = [f"# Calls that nobody tuned, {card.full_name}", "", command, "", machine, ""]

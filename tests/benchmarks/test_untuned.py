@@ -74,7 +74,7 @@ def standing(untuned_route: str = "kernel", default_us: float = 200.0) -> untune
         ),
     )
     explanations = {"untuned": explanation(untuned_route), "default": explanation("kernel")}
-    return untuned.standing(row, untuned.Choices(problem=PROBLEM, explanations=explanations))
+    return untuned.standing(row, untuned.Choices(problem=PROBLEM, explanations=explanations), tuned=True)
 
 
 def test_ratios_above_one_say_that_the_first_is_faster() -> None:
@@ -93,10 +93,27 @@ def test_contestants_of_the_same_kernel_are_timed_once_and_share_its_times() -> 
         problem=PROBLEM,
         explanations={name: replace(explanation("kernel"), variant=variant) for name, variant in runs.items()},
     )
-    assert choices.kernels() == {"untuned": small, "default": large}
-    compared = untuned.standing(standing().row, choices)
+    assert untuned.timed_beside(choices, tuned=True) == {"untuned": small, "default": large}
+    compared = untuned.standing(standing().row, choices, tuned=True)
     assert compared.times_us["predicted"] == compared.times_us["default"] == 200.0
     assert compared.ratio("predicted", "default") == 1.0
+
+
+def test_where_nothing_was_tuned_an_untuned_call_is_timed_once_and_no_call_counts_as_tuned() -> None:
+    small, large = (Variant.of("triton/forward", {"BLOCK_M": rows}) for rows in (16, 64))
+    runs = {"untuned": small, "default": small, "predicted": large}
+    choices = untuned.Choices(
+        problem=PROBLEM,
+        explanations={name: replace(explanation("kernel"), variant=variant) for name, variant in runs.items()},
+    )
+    assert untuned.timed_beside(choices, tuned=False) == {"predicted": large}
+    row = replace(
+        standing().row,
+        contestants=(contestant("autoattn", 100.0, ours=True), contestant("predicted", 90.0, ours=True)),
+    )
+    compared = untuned.standing(row, choices, tuned=False)
+    assert compared.times_us == {"untuned": 100.0, "default": 100.0, "predicted": 90.0}
+    assert compared.ratio("untuned", "tuned") is None
 
 
 def test_what_was_compared_before_ctrl_c_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
