@@ -86,27 +86,26 @@ def test_ratios_above_one_say_that_the_first_is_faster() -> None:
     assert compared.intervals["untuned over tuned"].ratio == pytest.approx(100 / 110)
 
 
+SMALL, LARGE = (Variant.of("triton/forward", {"BLOCK_M": rows}) for rows in (16, 64))
+
+
+def choices_of(**variants: Variant) -> untuned.Choices:
+    """What each contestant runs."""
+    explanations = {name: replace(explanation("kernel"), variant=variant) for name, variant in variants.items()}
+    return untuned.Choices(problem=PROBLEM, explanations=explanations)
+
+
 def test_contestants_of_the_same_kernel_are_timed_once_and_share_its_times() -> None:
-    small, large = (Variant.of("triton/forward", {"BLOCK_M": rows}) for rows in (16, 64))
-    runs = {"untuned": small, "default": large, "predicted": large}
-    choices = untuned.Choices(
-        problem=PROBLEM,
-        explanations={name: replace(explanation("kernel"), variant=variant) for name, variant in runs.items()},
-    )
-    assert untuned.timed_beside(choices, tuned=True) == {"untuned": small, "default": large}
+    choices = choices_of(untuned=SMALL, default=LARGE, predicted=LARGE)
+    assert untuned.timed_beside(choices, tuned=True) == {"untuned": SMALL, "default": LARGE}
     compared = untuned.standing(standing().row, choices, tuned=True)
     assert compared.times_us["predicted"] == compared.times_us["default"] == 200.0
     assert compared.ratio("predicted", "default") == 1.0
 
 
 def test_where_nothing_was_tuned_an_untuned_call_is_timed_once_and_no_call_counts_as_tuned() -> None:
-    small, large = (Variant.of("triton/forward", {"BLOCK_M": rows}) for rows in (16, 64))
-    runs = {"untuned": small, "default": small, "predicted": large}
-    choices = untuned.Choices(
-        problem=PROBLEM,
-        explanations={name: replace(explanation("kernel"), variant=variant) for name, variant in runs.items()},
-    )
-    assert untuned.timed_beside(choices, tuned=False) == {"predicted": large}
+    choices = choices_of(untuned=SMALL, default=SMALL, predicted=LARGE)
+    assert untuned.timed_beside(choices, tuned=False) == {"predicted": LARGE}
     row = replace(
         standing().row,
         contestants=(contestant("autoattn", 100.0, ours=True), contestant("predicted", 90.0, ours=True)),
