@@ -31,9 +31,8 @@ SAMPLES = 9
 def copy_blocks(box, blocks, blocks_of_head, STAGES: gl.constexpr):
     """Copies blocks of a head to shared memory, STAGES of which are under way."""
     ROWS: gl.constexpr = box.block_type.shape[0]
-    memory = gl.allocate_shared_memory(
-        box.dtype, [STAGES, box.block_type.shape[0], box.block_type.shape[1]], box.layout
-    )
+    WIDTH: gl.constexpr = box.block_type.shape[1]
+    memory = gl.allocate_shared_memory(box.dtype, [STAGES, ROWS, WIDTH], box.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
@@ -41,6 +40,7 @@ def copy_blocks(box, blocks, blocks_of_head, STAGES: gl.constexpr):
         if block < blocks:
             slot = block % STAGES
             mbarrier.expect(full.index(slot), box.block_type.nbytes)
+            # [ROWS, WIDTH]
             tma.async_copy_global_to_shared(
                 box, [block % blocks_of_head * ROWS, 0], full.index(slot), memory.index(slot)
             )
@@ -51,8 +51,9 @@ def copy_blocks(box, blocks, blocks_of_head, STAGES: gl.constexpr):
         mbarrier.invalidate(full.index(stage))
 
 
-def block_ns(head_dim: int, device: torch.device) -> float:
+def block_ns(head_dim: int, stopwatch: Stopwatch) -> float:
     """What an SM takes for a block of keys of bfloat16, in the median of SAMPLES calls."""
+    device = stopwatch.device
     keys = torch.zeros(KEYS, head_dim, dtype=torch.bfloat16, device=device)
     block = [ROWS, padded(head_dim)]
     box = TensorDescriptor.from_tensor(keys, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
@@ -63,7 +64,6 @@ def block_ns(head_dim: int, device: torch.device) -> float:
         kernel[grid](box, BLOCKS, KEYS // ROWS, STAGES, num_warps=1)
 
     copy()
-    stopwatch = Stopwatch(device)
     stopwatch.warm()
     return 1e3 * statistics.median(stopwatch.samples(copy, SAMPLES)) / (BLOCKS * PROGRAMS_AN_SM)
 
@@ -78,5 +78,5 @@ def table(times_ns: Mapping[int, float]) -> list[str]:
 
 
 if __name__ == "__main__":
-    card = torch.device("cuda")
-    print("\n".join(table({head_dim: block_ns(head_dim, card) for head_dim in HEAD_DIMS})))
+    watch = Stopwatch(torch.device("cuda"))
+    print("\n".join(table({head_dim: block_ns(head_dim, watch) for head_dim in HEAD_DIMS})))

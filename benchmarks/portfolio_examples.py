@@ -13,6 +13,7 @@ import msgspec
 from autoattn.codegen import head_order
 from autoattn.core import device_profiles
 from autoattn.core.device import Device
+from autoattn.core.mask import Mask
 from autoattn.core.problem import Problem
 from autoattn.core.variant import Variant
 
@@ -76,6 +77,13 @@ def read(path: Path) -> list[Example]:
             )
         )
     return examples
+
+
+def mask_name(mask: Mask) -> str:
+    """What tables call a mask: all windows alike, and all causal masks."""
+    if mask.bounded_left:
+        return "window"
+    return "causal" if mask.bounded_right else "full"
 
 
 def examples_of(folder: Path) -> list[Example]:

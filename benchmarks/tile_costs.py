@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import portfolio_examples
-from portfolio_examples import DATA, Example
+from portfolio_examples import DATA, Example, mask_name
 from variant_pool import GLUON
 
-from autoattn.core.problem import Problem
+from autoattn.codegen import search_space
 from autoattn.cost_model import tile_schedule
 
 HEAD_DIMS = 64, 128  # whose rows begin with lines
@@ -45,24 +45,18 @@ def longest(example: Example) -> Iterator[tuple[Kind, float, float]]:
         return
     for variant, time_us in example.times_us.items():
         params = variant.as_dict()
-        if variant.template != GLUON or params["schedule"] != "one_tile" or params.get("PACK_GQA", 1) != 1:
+        if variant.template != GLUON or params["schedule"] != "one_tile":
             continue
         tile, programs_an_sm = (int(params["BLOCK_M"]), int(params["BLOCK_N"])), int(params.get("CTAS", 1))
+        if tile not in TILES or search_space.load(GLUON).heads_of_tile(params, problem) != 1:
+            continue
         plain, masked = tile_schedule.key_blocks(problem, *tile, "split", 1)
         places = programs_an_sm * example.device.sm_count
         tiles = len(plain) * tile_schedule.heads_of(problem, 1)
         blocks = float((plain + masked).max())
-        if tile in TILES and BUSY * places <= tiles <= places and blocks >= FEWEST_BLOCKS:
-            kind = Kind(
-                head_dim=problem.head_dim, tile=tile, programs_an_sm=programs_an_sm, mask=_mask(problem)
-            )  # fmt: skip
-            yield kind, blocks, time_us
-
-
-def _mask(problem: Problem) -> str:
-    if problem.mask.bounded_left:
-        return "window"
-    return "causal" if problem.mask.bounded_right else "full"
+        if BUSY * places <= tiles <= places and blocks >= FEWEST_BLOCKS:
+            mask = mask_name(problem.mask)
+            yield Kind(head_dim=problem.head_dim, tile=tile, programs_an_sm=programs_an_sm, mask=mask), blocks, time_us
 
 
 def costs(blocks: Iterable[float], times_us: Iterable[float]) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import portfolio_examples
 from box_costs import box_cost
-from portfolio_examples import DATA, Example
+from portfolio_examples import DATA, Example, mask_name
 from variant_pool import GLUON
 
 from autoattn.codegen import search_space
@@ -50,9 +50,8 @@ def table(examples: Iterable[Example]) -> list[str]:
     """A row for each head dim of 16 bits and each kind of mask that enough problems have."""
     ratios: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     for example in examples:
-        mask = example.problem.mask
         if _counts(example.problem) and (known := ratio(example)) is not None:
-            ratios[example.problem.head_dim, "causal" if mask.bounded_right else "full"].append(known)
+            ratios[example.problem.head_dim, mask_name(example.problem.mask)].append(known)
     lines = ["| head dim | cost of a box | mask | problems | 64 rows over 128, median |", "|--:|--:|---|--:|--:|"]
     for (head_dim, kind), some in sorted(ratios.items()):
         if len(some) >= FEWEST_PROBLEMS:

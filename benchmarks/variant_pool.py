@@ -136,8 +136,8 @@ def _small_tiles(problem: Problem) -> Iterator[Variant]:
     float32 = problem.dtype is DType.FLOAT32
     exact = float32 and problem.precision is Precision.IEEE
     products = ("as_asked", "bf16x6") if exact else ("as_asked",)
-    masked = problem.mask.bounded_left or problem.mask.bounded_right
-    loops = ("branch", "split", "every") if masked else ("branch", "split")  # without a mask two are nearly the same
+    # Without a mask two of the loops are nearly the same.
+    loops = ("branch", "split", "every") if _is_masked(problem) else ("branch", "split")
     splits = (1, 4, 16) if float32 and _has_few_rows(problem) else (1,)
     for (rows, keys, warps), loop, stages, product, count in itertools.product(
         FLOAT32_TILES if float32 else SMALL_TILES, loops, (1, 3), products, splits
@@ -342,6 +342,10 @@ def _has_few_rows(problem: Problem) -> bool:
     return problem.seq_q * problem.group_size <= FEW_ROWS
 
 
+def _is_masked(problem: Problem) -> bool:
+    return problem.mask.bounded_left or problem.mask.bounded_right
+
+
 def _packs(problem: Problem, most: int) -> tuple[int, ...]:
     """Heads in the rows of a tile: one, and the two largest numbers whose queries a tile holds.
 
@@ -350,7 +354,6 @@ def _packs(problem: Problem, most: int) -> tuple[int, ...]:
     """
     together = min(1 << (problem.group_size - 1).bit_length(), most)
     few = problem.seq_q * problem.group_size <= 4 * FEW_ROWS
-    masked = problem.mask.bounded_left or problem.mask.bounded_right
     powers = [1 << exponent for exponent in range(1, together.bit_length())]
     fitting = [heads for heads in powers if few or heads * problem.seq_q <= MOST_TILE_ROWS]
-    return (1, *(fitting[-2:] or (powers[:2] if masked else ())))
+    return (1, *(fitting[-2:] or (powers[:2] if _is_masked(problem) else ())))
