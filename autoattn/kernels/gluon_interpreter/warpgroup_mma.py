@@ -18,8 +18,12 @@ def warpgroup_mma(a: Tensor | SharedMemory, b: SharedMemory, acc: Tensor, *, use
                   is_async: bool = False) -> Tensor:  # fmt: skip
     """acc + a x b in float32, each a group of its own; the factors are read until somebody waits."""
     partition = scheduler.current()
-    if partition.warps != 4:
+    if partition.warps % 4:
         raise SynchronizationError(f"{scheduler.here()} multiplies with {partition.warps} warps; a warpgroup has 4")
+    if acc.shape[0] % (16 * partition.warps):
+        raise SynchronizationError(
+            f"{scheduler.here()} multiplies {acc.shape[0]} rows with {partition.warps} warps; each has 16 of them"
+        )
     product = Product(
         event=partition.program.new_event(),
         words=f"the product of {scheduler.here()}",
