@@ -59,9 +59,9 @@ class JitFunction:
         return self.function(*args, **kwargs)
 
 
-def jit(function: Callable[..., Any]) -> JitFunction:
-    """The decorator of both languages."""
-    return JitFunction(function)
+def jit(function: Callable[..., Any] | None = None, *, noinline: bool = False) -> Any:
+    """The decorator of both languages, with or without arguments; a function that stays one runs like others."""
+    return JitFunction(function) if function is not None else JitFunction
 
 
 def builtin(function: Callable[..., Any]) -> Callable[..., Any]:

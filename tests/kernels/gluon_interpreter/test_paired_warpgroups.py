@@ -23,9 +23,9 @@ PAIRED: dict[str, Any] = {
 }
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"head_dim": 64, "mask": "causal"}, {"softmax": "first_max", "overlap": 1, "schedule": "dynamic"}),
-    ({"head_dim": 128, "dtype": DType.FLOAT16}, {"softmax": "vote", "overlap": 1, "BLOCK_N": 96}),
+    ({"head_dim": 128, "dtype": DType.FLOAT16}, {"softmax": "vote", "overlap": 1, "BLOCK_N": 96, "v_wait": "early"}),
     ({"head_dim": 72, "layout": Layout.PACKED, "mask": "window:40,0"}, {"softmax": "online", "overlap": 0}),
-    ({"head_dim": 64, "mask": "causal"}, {"softmax": "vote", "BLOCK_M": 256, "ping_pong": "named"}),
+    ({"head_dim": 64, "mask": "causal"}, {"softmax": "vote", "overlap": 0, "v_wait": "early"}),
     ({"head_dim": 64, "mask": "causal", "heads_q": 4, "heads_kv": 1}, {"softmax": "online", "PACK_GQA": 2}),
     ({"head_dim": 160, "mask": "blocks:128x64,0.5"}, {"softmax": "online"}),
 ]
