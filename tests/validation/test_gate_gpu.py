@@ -205,6 +205,19 @@ def test_random_hopper_variants_pass_or_are_refused_by_the_compiler(seed: int) -
     assert verdict.ok, f"{variant}: {verdict.reason}"
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("dims", [(64, 64), (72, 72), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("mask", HOPPER_MASKS)
+def test_random_consumers_of_eight_warps_pass(mask: str, dims: tuple[int, int], seed: int) -> None:
+    rng = random.Random(f"{mask} {dims} {seed}")
+    problem = sized(**masked(mask), head_dim=dims[0], head_dim_v=dims[1], seq_q=700, seq_kv=900, heads_q=8, heads_kv=2)
+    points = search_space.load(HOPPER).feasible(problem, hopper(), rng)
+    variant = next(variant for variant in points if variant.as_dict().get("WARPGROUPS") == 2)
+    source = render.render(problem, variant, render.natural_traits(problem, lse=rng.random() < 0.5))
+    verdict = Gate(problem, CUDA, seed=seed).judge(compiler.load(source, CUDA))
+    assert verdict.ok, f"{variant}: {verdict.reason}"
+
+
 def hopper() -> Device:
     device = nvidia.present()
     assert device is not None
