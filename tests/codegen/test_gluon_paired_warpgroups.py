@@ -18,8 +18,8 @@ from autoattn.kernels.compiler import build, load_module
 pytestmark = [pytest.mark.usefixtures("nothing_compiled_before"), pytest.mark.sampled]
 
 PAIRED: dict[str, Value] = {
-    "WARPGROUPS": 2, "BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 2, "softmax": "first_max", "ping_pong": "none", "mask_loop": "split",
-    "CTAS": 1, "schedule": "one_tile", "output_buffer": "shared", "overlap": 1,
+    "WARPGROUPS": 2, "BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 2, "softmax": "first_max", "ping_pong": "none",
+    "mask_loop": "split", "CTAS": 1, "schedule": "one_tile", "output_buffer": "shared", "overlap": 1,
 }  # fmt: skip
 # Triton's barrier for all warps of a consumer, right before its wait for a barrier in shared memory
 KEEPS_STEP = re.compile(r"bar\.sync \t0, 256;\n(?:(?!bar\.sync).*\n){0,8}?\s*mbarrier\.try_wait")

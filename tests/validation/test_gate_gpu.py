@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import drawn
@@ -15,6 +16,7 @@ from autoattn.codegen import render, search_space
 from autoattn.core.device import Device
 from autoattn.core.modifiers import Bias, Modifiers
 from autoattn.core.problem import DType, Layout, Precision, Problem
+from autoattn.core.variant import Value, Variant
 from autoattn.errors import CompileError
 from autoattn.hardware import nvidia
 from autoattn.kernels import compiler
@@ -205,17 +207,36 @@ def test_random_hopper_variants_pass_or_are_refused_by_the_compiler(seed: int) -
     assert verdict.ok, f"{variant}: {verdict.reason}"
 
 
-@pytest.mark.parametrize("seed", range(4))
+# A consumer of eight warps has 128 rows, which a smaller block of the mask would not fill.
+PAIRED_MASKS = HOPPER_MASKS[:-1]
+
+
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("dims", [(64, 64), (72, 72), (128, 128), (192, 128), (256, 256)])
-@pytest.mark.parametrize("mask", HOPPER_MASKS)
-def test_random_consumers_of_eight_warps_pass(mask: str, dims: tuple[int, int], seed: int) -> None:
+@pytest.mark.parametrize("mask", PAIRED_MASKS)
+def test_random_consumers_of_eight_warps_pass_or_are_refused_by_the_compiler(
+    mask: str, dims: tuple[int, int], seed: int
+) -> None:
     rng = random.Random(f"{mask} {dims} {seed}")
-    problem = sized(**masked(mask), head_dim=dims[0], head_dim_v=dims[1], seq_q=700, seq_kv=900, heads_q=8, heads_kv=2)
-    points = search_space.load(HOPPER).feasible(problem, hopper(), rng)
-    variant = next(variant for variant in points if variant.as_dict().get("WARPGROUPS") == 2)
+    problem = sized(
+        **masked(mask), head_dim=dims[0], head_dim_v=dims[1], seq_q=600, seq_kv=700, heads_q=64, heads_kv=16
+    )
+    variant = paired(problem, rng)
     source = render.render(problem, variant, render.natural_traits(problem, lse=rng.random() < 0.5))
-    verdict = Gate(problem, CUDA, seed=seed).judge(compiler.load(source, CUDA))
+    try:
+        kernel = compiler.load(source, CUDA)
+    except CompileError:
+        assert variant.as_dict().get("CTAS") == 2, "programs that share an SM may want more registers than they have"
+        return
+    verdict = Gate(problem, CUDA, seed=seed).judge(kernel)
     assert verdict.ok, f"{variant}: {verdict.reason}"
+
+
+def paired(problem: Problem, rng: random.Random) -> Variant:
+    """A random feasible variant whose consumer has eight warps."""
+    space = search_space.load(HOPPER)
+    fixed: dict[str, tuple[Value, ...]] = {"WARPGROUPS": (2,), "BLOCK_M": (128,), "ping_pong": ("none",)}
+    return next(replace(space, choices=space.choices | fixed).feasible(problem, hopper(), rng))
 
 
 def hopper() -> Device:
