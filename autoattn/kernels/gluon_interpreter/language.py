@@ -65,12 +65,15 @@ def jit(function: Callable[..., Any] | None = None, *, noinline: bool = False) -
 
 
 def builtin(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The decorator of functions that build operations: of these, one has the TMA unit add a tile to memory."""
+    """The decorator of functions that build operations: an addition to memory by the TMA unit, and a call."""
     builder = SimpleNamespace(
         create_async_tma_reduce=lambda kind, box, place, tile: tma.store(box, place, tile, adds=True)
     )
     semantic = SimpleNamespace(builder=builder, _convert_to_ir_values=lambda values, require_i64: values)
-    return lambda *args: function(*args, _semantic=semantic)
+    generator = SimpleNamespace(call_JitFunction=lambda called, args, named, context: called(*args, **named))
+    inner = {"_semantic": semantic, "_generator": generator}
+    wanted = {name: inner[name] for name in inspect.signature(function).parameters if name in inner}
+    return lambda *args: function(*args, **wanted)
 
 
 def loop_range(*bounds: Any) -> Any:
@@ -260,6 +263,9 @@ def _modules() -> dict[str, Namespace]:
         "triton.experimental": Namespace(__name__="triton.experimental", gluon=gluon),
         "triton.experimental.gluon": gluon,
         "triton.experimental.gluon.language._core": Namespace(__name__="gluon._core", builtin=builtin),
+        "triton.experimental.gluon.language._semantic": Namespace(
+            __name__="gluon._semantic", GluonCallerContext=lambda num_warps: None
+        ),
         "triton.experimental.gluon.language.nvidia.hopper": Namespace(__name__="gluon.nvidia.hopper", **_HOPPER),
         "triton._C.libtriton": Namespace(
             __name__="triton._C.libtriton", ir=SimpleNamespace(DESCRIPTOR_REDUCE_KIND=SimpleNamespace(ADD="add"))
