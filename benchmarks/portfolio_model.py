@@ -53,6 +53,7 @@ CHOICES: tuple[tuple[str, tuple[Value, ...]], ...] = (
     ("HEAD_SPLIT", (1, 2)),
     ("products", ("bf16x3", "bf16x6")),
     ("parts_read", ("by_rows", "by_groups")),
+    ("WARPGROUPS", (2,)),
 )
 SCALES = Path(__file__).resolve().parent / "data" / "feature_scales.json"
 NOISE = 0.001  # variance of the logarithm of a time measured in rounds

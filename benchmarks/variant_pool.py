@@ -45,6 +45,8 @@ GLUON_SCHEDULES: tuple[dict[str, Value], ...] = (
     {"schedule": "dynamic", "output_buffer": "own", "query_stages": 2},
     {"schedule": "dynamic", "output_buffer": "shared"},
 )
+PAIRED_ROWS = 128  # of a tile that one consumer of two warpgroups computes
+EARLY_KEYS = (64,)  # of a block of such a tile
 ONE_BLOCK_TILES = ((64, 32), (64, 64), (64, 128), (128, 32), (128, 64), (128, 128))  # of a call's keys, at most
 TRITON_TILES = (
     (32, 32, 2), (32, 64, 4), (64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 32, 4), (128, 64, 4), (128, 64, 8),
@@ -257,8 +259,17 @@ def _gluon_grid(problem: Problem) -> Iterator[tuple[str, Mapping[str, Value]]]:
         }
         for softmax in ("vote", "first_max"):
             yield GLUON, params | {"softmax": softmax}
+            yield from _paired(params | {"softmax": softmax})
             if schedule["schedule"] != "one_tile":
                 yield GLUON, params | {"softmax": softmax, "ping_pong": "named"}
+
+
+def _paired(params: Mapping[str, Value]) -> Iterator[tuple[str, Mapping[str, Value]]]:
+    """The same tile by one consumer of eight warps; beside few keys it also waits early, with one call less."""
+    if params["BLOCK_M"] == PAIRED_ROWS:
+        waits = ("late", "early") if params["BLOCK_N"] in EARLY_KEYS else ("late",)
+        for v_wait in waits:
+            yield GLUON, {**params, "WARPGROUPS": 2, "v_wait": v_wait}
 
 
 def _programs_an_sm(problem: Problem, rows: int) -> int:

@@ -73,6 +73,16 @@ def test_programs_that_take_several_tiles_have_consumers_that_take_turns() -> No
     assert {(schedule, softmax) for schedule in ("persistent", "dynamic") for softmax in ("vote", "first_max")} <= ways
 
 
+def test_tiles_of_128_rows_have_one_consumer_of_eight_warps_beside_two_of_four() -> None:
+    prompt = samples.problem(heads_q=32, heads_kv=32, seq_q=4096, seq_kv=4096, mask=Mask.parse("causal"))
+    params = [each.as_dict() for each in variant_pool.pool(prompt, H200) if each.template == "gluon/forward"]
+    paired = [each for each in params if each.get("WARPGROUPS") == 2]
+    assert {each["BLOCK_M"] for each in paired} == {128}
+    assert {(each["BLOCK_N"], each["v_wait"]) for each in paired} >= {(64, "early"), (64, "late"), (128, "late")}
+    apart = [{name: value for name, value in each.items() if name != "WARPGROUPS"} for each in paired]
+    assert all(each in params for each in apart if each["v_wait"] == "late")
+
+
 def test_keys_of_one_block_have_kernels_of_one_stage_and_more_keys_have_none() -> None:
     """Tuning found them for 33 tokens, where the pool of before had none."""
 
