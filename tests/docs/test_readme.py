@@ -89,9 +89,9 @@ def test_the_shapes_file_unfolds_into_as_many_problems_as_the_page_says() -> Non
 
 def test_the_page_counts_the_parameters_of_the_search() -> None:
     page = YOUR_CARD.replace("\n", " ")
-    for template, count in {"triton/forward": "nineteen", "gluon/forward": "twenty-one"}.items():
+    for template, count in {"triton/forward": "nineteen", "gluon/forward": "twenty-two"}.items():
         assert f"(../../templates/{template}.py.j2), {count} parameters)" in page
-        assert len(search_space.load(template).choices) == {"nineteen": 19, "twenty-one": 21}[count]
+        assert len(search_space.load(template).choices) == {"nineteen": 19, "twenty-two": 22}[count]
 
 
 def words(text: str) -> list[str]:
