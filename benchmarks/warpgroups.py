@@ -54,7 +54,7 @@ class Row:
 def sources(problem: Problem, keys: int) -> dict[str, Source]:
     """The kernels that meet, by name."""
     space = search_space.load(GLUON)
-    by = {
+    rendered = {
         name: render.render(problem, space.variant({**BASE, "BLOCK_N": keys, **params}))
         for name, params in (
             ("two of four", {}),
@@ -62,8 +62,9 @@ def sources(problem: Problem, keys: int) -> dict[str, Source]:
             ("values early", {"WARPGROUPS": 2, "v_wait": "early"}),
         )
     }
-    apart = by["one of eight"]
-    return by | {"in step": replace(apart, text=apart.text.replace("@gluon.jit(noinline=True)", "@gluon.jit"))}
+    calling = rendered["one of eight"]
+    inlined = replace(calling, text=calling.text.replace("@gluon.jit(noinline=True)", "@gluon.jit"))
+    return rendered | {"in step": inlined}
 
 
 def rows(stopwatch: Stopwatch) -> Iterator[Row]:
