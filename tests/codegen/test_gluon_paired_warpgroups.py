@@ -46,7 +46,8 @@ def test_a_consumer_has_eight_warps_and_half_of_the_code() -> None:
 def test_its_warpgroups_need_not_keep_step_where_they_wait_for_keys_and_values(v_wait: str) -> None:
     rendered = paired(v_wait=v_wait, softmax="online")
     inlined = replace(rendered, text=rendered.text.replace("@gluon.jit(noinline=True)", "@gluon.jit"))
-    assert waits_in_step(rendered) == 1, "for the queries, once a tile"
+    # Triton 3.6 keeps step where it waits for the queries, once a tile; Triton 3.8 does not.
+    assert waits_in_step(rendered) <= 1
     assert waits_in_step(inlined) >= 3, "the test would not see it"
 
 
