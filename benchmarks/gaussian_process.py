@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+from cholesky import CholeskyFactor
 
 Array: TypeAlias = npt.NDArray[np.float64]
 LENGTH_SCALE = 14.0  # of the kernel, in standard deviations of the features, which each have a weight of their own
@@ -16,6 +17,7 @@ IN_COMMON = 0.003  # variance of what all values of an owner have in common
 MOST_RESIDUAL = 1e-9  # of the samples' values, when their weights are exact enough
 MOST_STEPS = 50  # of conjugate gradients towards these
 SAMPLES_AT_ONCE = 512  # of a prediction, or of each side of a tile, so that their covariances stay in a core's cache
+FACTORED_AT_ONCE = 8 * SAMPLES_AT_ONCE  # rows of the covariance of all samples
 GROUPS_AT_ONCE = 100  # of inputs, whose covariance with all samples takes 0.4 GB
 
 
@@ -43,7 +45,7 @@ class GaussianProcess:
         Args:
             known: the samples.
             weights: of the features.
-            with_errors: whether to keep what `believed` needs, 4 bytes times the square of the samples.
+            with_errors: whether to keep what `believed` needs, 2 bytes times the square of the samples.
         """
         self._mean = known.inputs.mean(axis=0)
         self._deviation = (known.inputs.std(axis=0) + 1e-9) / np.array(weights)
@@ -64,8 +66,7 @@ class GaussianProcess:
         """The values of other inputs, which all are of one owner."""
         rows = _rows(self._scaled(inputs))
         predicted = np.full(len(rows), self._offset + self._in_common.get(owner, 0.0))
-        for begin in range(0, len(self._weights), SAMPLES_AT_ONCE):
-            known = slice(begin, begin + SAMPLES_AT_ONCE)
+        for known in _slices(0, len(self._weights)):
             predicted += _covariance(rows, self._columns[:, known]) @ self._weights[known]
         return predicted
 
@@ -86,39 +87,44 @@ class GaussianProcess:
                 expected = self._offset + of_known.T @ self._weights
                 yield expected, _covariance(_rows(inputs), _columns(inputs)) - of_known.T @ by_known
 
-    def _factored(self, known: Targets) -> torch.Tensor:
-        """The factor of the samples' covariance, in its memory: 4 bytes times the square of the samples.
+    def _factored(self, known: Targets) -> CholeskyFactor:
+        """The factor of the samples' covariance.
 
         On a GPU where there is one, which factors in seconds what two cores take ten minutes for.
         """
-        place, count = device_of_matrices(), len(known.noise)
-        numbers = known.numbers()
-        covariance = torch.empty((count, count), dtype=torch.float32, device=place)
-        for rows, others, tile in self._tiles():
-            tile += IN_COMMON * (numbers[rows, None] == numbers[others])
-            covariance[rows, others] = torch.from_numpy(tile).to(place, torch.float32)
-        covariance.diagonal().add_(torch.from_numpy(known.noise).to(place, torch.float32))
-        columns = covariance.mT  # LAPACK factors columns where they lie; of the matrix it reads this half alone
-        return torch.linalg.cholesky(columns, out=columns)
+        place, count, numbers = device_of_matrices(), len(known.noise), known.numbers()
+        noise = torch.from_numpy(known.noise).to(place, torch.float32)
+        factor = CholeskyFactor()
+        for begin in range(0, count, FACTORED_AT_ONCE):
+            end = min(begin + FACTORED_AT_ONCE, count)
+            panel = torch.zeros((end - begin, end), dtype=torch.float32, device=place)
+            for rows, others, tile in self._tiles(begin, end):
+                tile += IN_COMMON * (numbers[rows, None] == numbers[others])
+                panel[rows.start - begin : rows.stop - begin, others] = torch.from_numpy(tile).to(place, torch.float32)
+            panel.diagonal(begin).add_(noise[begin:end])
+            factor.append(panel)
+        return factor
 
-    def _tiles(self) -> Iterator[tuple[slice, slice, Array]]:
-        """The upper half of the samples' covariance, without noise and owners: rows, columns, and their values."""
-        places = [slice(begin, begin + SAMPLES_AT_ONCE) for begin in range(0, self._columns.shape[1], SAMPLES_AT_ONCE)]
-        for number, rows in enumerate(places):
+    def _tiles(self, begin: int, end: int) -> Iterator[tuple[slice, slice, Array]]:
+        """These rows of the lower half of the samples' covariance: rows, columns, and their values.
+
+        Without noise and what owners have in common. `begin` is a multiple of SAMPLES_AT_ONCE.
+        """
+        for rows in _slices(begin, end):
             left = _rows(self._columns[:-2, rows].T)  # behind the features there are ones and squares
-            for others in places[number:]:
+            for others in _slices(0, rows.stop):
                 yield rows, others, _covariance(left, self._columns[:, others])
 
     def _image(self, known: Targets, numbers: npt.NDArray[np.intp], vector: Array) -> Array:
         """The covariance of samples, whose owners have these numbers, times a vector in double precision: [samples]."""
         image: Array = known.noise * vector + IN_COMMON * np.bincount(numbers, weights=vector)[numbers]
-        for rows, others, tile in self._tiles():
+        for rows, others, tile in self._tiles(0, len(vector)):
             image[rows] += tile @ vector[others]
             if rows != others:
                 image[others] += vector[rows] @ tile
         return image
 
-    def _weighted(self, known: Targets, factor: torch.Tensor) -> Array:
+    def _weighted(self, known: Targets, factor: CholeskyFactor) -> Array:
         """What the samples' covariance takes to their values, in double precision: [samples].
 
         By conjugate gradients, which the factor of single precision lets end in a few steps (Golub and Van Loan, Matrix
@@ -149,13 +155,16 @@ def device_of_matrices() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _solved(factor: torch.Tensor, right: Array) -> Array:
+def _solved(factor: CholeskyFactor, right: Array) -> Array:
     """What the factored covariance takes to this, in single precision: [samples, columns]."""
-    # torch.cholesky_solve would copy the factor
-    single = torch.from_numpy(right).float().to(factor.device)
-    half = torch.linalg.solve_triangular(factor, single, upper=False)
-    solved: Array = torch.linalg.solve_triangular(factor.mT, half, upper=True).double().cpu().numpy()
+    single = torch.from_numpy(right).to(device_of_matrices(), torch.float32)
+    solved: Array = factor.solve(single).double().cpu().numpy()
     return solved
+
+
+def _slices(begin: int, end: int) -> list[slice]:
+    """Samples, so many at once."""
+    return [slice(each, min(each + SAMPLES_AT_ONCE, end)) for each in range(begin, end, SAMPLES_AT_ONCE)]
 
 
 def _rows(scaled: Array) -> Array:
