@@ -26,12 +26,8 @@ class CholeskyFactor:
         Raises:
             torch.linalg.LinAlgError: the matrix is not positive definite.
         """
-        for known in self._panels:
-            before, own = _halves(known)
-            columns = panel[:, before.shape[1] : known.shape[1]]  # [rows, rows of known]
-            columns.addmm_(panel[:, : before.shape[1]], before.mT, alpha=-1)
-            columns.copy_(torch.linalg.solve_triangular(own.mT, columns, upper=True, left=False))
         before, own = _halves(panel)
+        self._solve_lower(before.mT)
         own.addmm_(before, before.mT, alpha=-1)
         own.copy_(torch.linalg.cholesky(own))
         self._panels.append(panel)
@@ -39,17 +35,21 @@ class CholeskyFactor:
     def solve(self, right: torch.Tensor) -> torch.Tensor:
         """What the matrix takes to `right`: [rows of the matrix, columns], in single precision."""
         solution = right.clone()
-        for panel in self._panels:
-            before, own = _halves(panel)
-            rows = solution[before.shape[1] : panel.shape[1]]
-            rows.addmm_(before, solution[: before.shape[1]], alpha=-1)
-            rows.copy_(torch.linalg.solve_triangular(own, rows, upper=False))
+        self._solve_lower(solution)
         for panel in reversed(self._panels):
             before, own = _halves(panel)
             rows = solution[before.shape[1] : panel.shape[1]]
             rows.copy_(torch.linalg.solve_triangular(own.mT, rows, upper=True))
             solution[: before.shape[1]].addmm_(before.mT, rows, alpha=-1)
         return solution
+
+    def _solve_lower(self, right: torch.Tensor) -> None:
+        """Puts what the factor takes to `right` in its place: [rows until now, columns]."""
+        for panel in self._panels:
+            before, own = _halves(panel)
+            rows = right[before.shape[1] : panel.shape[1]]
+            rows.addmm_(before, right[: before.shape[1]], alpha=-1)
+            rows.copy_(torch.linalg.solve_triangular(own, rows, upper=False))
 
 
 def _halves(panel: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
