@@ -8,6 +8,7 @@ whose waits for keys and values are inlined, so that Triton has its warps wait f
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +20,7 @@ from autoattn.codegen import render, search_space
 from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Problem
 from autoattn.core.variant import Source, Value
+from autoattn.hardware import nvidia
 from autoattn.hardware.timer import Call, Stopwatch
 from autoattn.kernels import compiler, forward
 from autoattn.validation import output_check
@@ -95,8 +97,15 @@ def line(row: Row) -> str:
     return f"| {row.problem} | 128 x {row.keys} | {two:.1f} | {shares} |"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print the table."""
+    if nvidia.present() is None:
+        sys.exit("benchmarks/warpgroups.py measures on an NVIDIA GPU in this machine, and found none")
     print("| call | tile | us by two of four warps | one of eight, over that | values early | in step |")
     print("|---|---|--:|--:|--:|--:|")
     for each in rows(Stopwatch(DEVICE)):
         print(line(each), flush=True)
+
+
+if __name__ == "__main__":
+    main()

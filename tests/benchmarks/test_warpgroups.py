@@ -9,6 +9,7 @@ import warpgroups
 from autoattn.codegen import portfolio
 from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Problem
+from autoattn.hardware import nvidia
 
 
 @pytest.mark.parametrize(("head_dim", "mask", "keys"), warpgroups.KINDS)
@@ -23,3 +24,9 @@ def test_all_contestants_can_run_and_one_keeps_its_warps_in_step(head_dim: int, 
         assert portfolio.is_feasible(source.variant, problem, samples.H200)
     called = {name for name, source in sources.items() if "noinline=True" in source.text}
     assert called == {"one of eight", "values early"}
+
+
+def test_timing_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvidia, "present", lambda: None)
+    with pytest.raises(SystemExit, match="on an NVIDIA GPU in this machine, and found none"):
+        warpgroups.main()
