@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import numpy as np
 from portfolio_examples import Example, as_kept
-from portfolio_model import Owner
+from portfolio_model import Owner, padded_count
 
 from autoattn.cache import store
 from autoattn.codegen import head_order, portfolio, resources, search_space
@@ -71,6 +71,7 @@ MOST_SPLIT_ROWS = 16  # of heads that share keys: a tile of few rows, whose part
 PROGRAMS_AN_SM = 0.2, 4.0  # of calls whose tiles programs share: fewer leave SMs idle, and more have too much to add up
 LONG_TILE = 128  # rows: where a head has fewer queries in float32, heads that share keys may share tiles too
 MOST_TILE_ROWS = max(rows for rows, _ in GLUON_TILES)
+HEADS_OF_TILES = (2, 4, 8, 16)  # of those that share keys, in the rows of a tile
 MOST_PACKED_QUERIES = 256  # of a head: longer calls have no tiles of all heads that share keys
 FEW_ROWS = 64  # of a head or of heads that share keys: programs split the keys, and heads share tiles
 FEW_TILES = 256  # of 128 queries: then programs may split the keys too
@@ -250,7 +251,7 @@ def _holds(space: search_space.SearchSpace, variant: Variant) -> bool:
 
 def _gluon_grid(problem: Problem) -> Iterator[tuple[str, Mapping[str, Value]]]:
     tiles = GLUON_TILES if not _has_few_rows(problem) else GLUON_TILES[:4]
-    for (rows, keys), schedule, pack, split in itertools.product(tiles, GLUON_SCHEDULES, _packs(problem, 16), (0, 1)):
+    for (rows, keys), schedule, pack, split in itertools.product(tiles, GLUON_SCHEDULES, _packs(problem), (0, 1)):
         params = {
             **GLUON_BASE,
             **schedule,
@@ -284,9 +285,7 @@ def _one_block_grid(problem: Problem) -> Iterator[tuple[str, Mapping[str, Value]
     Programs that take several tiles have more stages: the next tiles' queries and keys arrive meanwhile.
     """
     fitting = [(rows, keys) for rows, keys in ONE_BLOCK_TILES if keys // 2 < max(problem.seq_kv, 32) <= keys]
-    for (rows, keys), pack, split, softmax in itertools.product(
-        fitting, _packs(problem, 16), (0, 1), ("online", "lazy")
-    ):
+    for (rows, keys), pack, split, softmax in itertools.product(fitting, _packs(problem), (0, 1), ("online", "lazy")):
         params = {
             **GLUON_BASE,
             **{"BLOCK_M": rows, "BLOCK_N": keys, "CTAS": _programs_an_sm(problem, rows), "PACK_GQA": pack},
@@ -358,19 +357,16 @@ def _is_masked(problem: Problem) -> bool:
     return problem.mask.bounded_left or problem.mask.bounded_right
 
 
-def _packs(problem: Problem, most: int) -> tuple[int, ...]:
+def _packs(problem: Problem) -> tuple[int, ...]:
     """Heads in the rows of a tile: one, the two largest numbers whose queries a tile holds, and all that share keys.
 
     Where all queries of heads that share keys fit four small tiles, all of these heads count as fitting. Of more
     queries, tiles with two or four heads have fewer, of whose pairs a mask hides fewer. Tiles of all heads read the
     keys once. Up to 256 queries they are the fastest of some calls, with a mask and without (seed 1048).
     """
-    if problem.group_size == 1:
-        return (1,)
-    together = min(1 << (problem.group_size - 1).bit_length(), most)
+    powers = [heads for heads in HEADS_OF_TILES if heads <= padded_count(problem.group_size)]
     few = problem.seq_q * problem.group_size <= 4 * FEW_ROWS
-    powers = [1 << exponent for exponent in range(1, together.bit_length())]
     fitting = [heads for heads in powers if few or heads * problem.seq_q <= MOST_TILE_ROWS]
     some = fitting[-2:] or (powers[:2] if _is_masked(problem) else [])
-    every = [together] if problem.seq_q <= MOST_PACKED_QUERIES else []
-    return tuple(dict.fromkeys((1, *some, *every)))
+    every = powers[-1:] if problem.seq_q <= MOST_PACKED_QUERIES else []
+    return tuple(sorted({1, *some, *every}))
