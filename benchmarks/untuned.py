@@ -145,8 +145,15 @@ def gathered(compared: Iterable[Standing], count: int) -> list[Standing]:
     with suppress(KeyboardInterrupt):
         for each in compared:
             comparisons.append(each)
-            print(f"[{len(comparisons)}/{count}] {each.row.problem} {dict(each.times_us)}", file=sys.stderr)
+            print(f"[{len(comparisons)}/{count}] {each.row.problem}: {_times(each)}", file=sys.stderr)
     return comparisons
+
+
+def _times(each: Standing) -> str:
+    """Of the contestants and of the best peer, in microseconds; all that is left of a run that was killed."""
+    peer = {} if each.best_peer is None else {each.best_peer.name: each.best_peer.median_us}
+    times_us = dict(each.times_us) | peer
+    return ", ".join(f"{name} {figures.microseconds(time_us)} us" for name, time_us in times_us.items())
 
 
 def standing(row: Row, choices: Choices, *, tuned: bool) -> Standing:
