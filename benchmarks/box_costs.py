@@ -7,6 +7,8 @@ measures copies alone. The numbers are those with which the times of kernels are
 
 from __future__ import annotations
 
+import math
+
 LINE_BYTES = 128  # of the L2's lines, and of the widest box with swizzled rows
 SECTOR_BYTES = 32
 # Of a box, in times of one of rows that begin with a line (docs/decisions/head-dims.md).
@@ -24,3 +26,8 @@ def box_cost(row_bytes: int) -> float:
 def boxes_of_row(row_bytes: int) -> int:
     """How many boxes hold a row."""
     return -(-row_bytes // LINE_BYTES)
+
+
+def lines_over_row(row_bytes: int) -> float:
+    """Bytes of the lines that hold a part of a row, over those of the row; the mean of rows that lie side by side."""
+    return 1.0 + (LINE_BYTES - math.gcd(row_bytes, LINE_BYTES)) / row_bytes

@@ -38,6 +38,7 @@ L2_BYTES_PER_US = 5.5e6
 BOX_US = 0.001  # of the TMA unit of an SM for a box of one row (docs/decisions/head-dims.md)
 TILE_BLOCKS = 2  # that a tile takes as long as, beside its own
 TAIL_SPEED = 0.6  # time of the last tiles, which share SMs with few others, over that of the others
+LINES_KEPT = 1e8  # bytes that programs walk at once, until they no longer find the lines that others have read
 SHARED_MEMORY = 227_000  # bytes of an SM that programs may have
 # Of a choice among names, and whether the variant has it.
 CHOICES: tuple[tuple[str, tuple[Value, ...]], ...] = (
@@ -234,6 +235,7 @@ def features(problem: Problem, variants: Sequence[Variant], device: Device) -> d
         "full_waves": np.maximum(1.0, waves), "element_bytes": problem.dtype.bytes, "head_dim": problem.head_dim,
         "batch": problem.batch, "boxes_us": 2.0 + BOX_US * span * at_once * work.boxes,
         "box_cost": box_costs.box_cost(problem.head_dim * problem.dtype.bytes),
+        "lines_read_again": 1.0 + _lines_read_again(problem, kernels, work) / LINES_KEPT,
     }  # fmt: skip
     flags: dict[str, Array | float] = {
         "wave_begun": np.minimum(waves, 1.0), "ieee": problem.precision is Precision.IEEE,
@@ -243,6 +245,18 @@ def features(problem: Problem, variants: Sequence[Variant], device: Device) -> d
     }  # fmt: skip
     flags |= {f"{name}={value}": kernels.have(name, value) for name, values in CHOICES for value in values}
     return {name: np.log2(np.maximum(size, 1e-6)) for name, size in sizes.items()} | flags
+
+
+def _lines_read_again(problem: Problem, kernels: Kernels, work: Work) -> Array:
+    """Bytes of lines beside the rows of a head which programs walk at once: [variants].
+
+    Where the heads of a token lie side by side and rows do not begin with lines, two heads share a line. Programs that
+    walk far drift apart, until the second one finds the line in the L2 no longer (docs/decisions/head-dims.md).
+    """
+    row_bytes = problem.head_dim * problem.dtype.bytes
+    walked: Array = np.minimum(work.programs, work.slots) * work.longest * kernels.keys * 2.0 * row_bytes
+    side_by_side = problem.layout is not Layout.BHSD and problem.heads_kv > 1
+    return walked * (side_by_side * (box_costs.lines_over_row(row_bytes) - 1.0))
 
 
 def matrix(problem: Problem, variants: Sequence[Variant], device: Device) -> Array:

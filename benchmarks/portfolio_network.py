@@ -37,6 +37,8 @@ LET = {
     # the TMA unit takes longer to copy (`box_costs.py`)
     "row_bytes": "head_dim * element_bytes",
     "line_part": "128 / (1 + (row_bytes % 128 > 0)) / (1 + (row_bytes % 64 > 0)) / (1 + (row_bytes % 32 > 0))",
+    # Bytes of the lines that hold a part of a row over those of the row, where heads of a token share lines
+    "lines_over_row": "1 + token_major * (heads_kv > 1) * (128 - line_part) / row_bytes",
     "sequence_tiles": "heads_q * queries / 128 / sm_count",
     "key_heads": "heads_kv * batch / sm_count",
     "shared_rows": "rows * group_size",
@@ -85,7 +87,7 @@ INPUTS = (
     "last_shared_turn", "last_wide_turn", "half_rows", "wide_rows", "rows_used", "shared_rows_used", "tiles_apart",
     "pairs_used", "fours_used", "eights_used", "keys_walked", "shared_keys_walked", "keys_seen", "full_rows_used",
     "wide_rows_used", "shared_full_rows_used", "keys_used", "wide_keys_used", "head_dim", "batch",
-    "line_part",
+    "line_part", "lines_over_row",
 )  # fmt: skip
 # What is left to the templates' seeds: cards with other products, which nobody measured, and 16 bits beside a bias of
 # pairs, or a score_mod that reads a tensor once a pair, with many rows. Most variants cannot run there, and the others

@@ -12,14 +12,15 @@ from autoattn.core.device import Capabilities, Device, MatrixUnit
 from autoattn.core.kernel_kind import KernelKind
 from autoattn.core.mask import Mask
 from autoattn.core.modifiers import Bias, Modifiers
-from autoattn.core.problem import DType, Numerics, Problem
+from autoattn.core.problem import DType, Layout, Numerics, Problem
 from autoattn.core.tile_widths import padded, pieces
 from autoattn.core.variant import Value
 from autoattn.expressions import language
 from autoattn.expressions.language import SCORE_NAMES
 
 _COUNTS = ("batch", "heads_q", "heads_kv", "group_size", "seq_q", "seq_kv")
-SIZES = frozenset((*_COUNTS, "queries", "keys_per_row", "window_left"))  # what problems of one kind differ in
+# What problems of one kind differ in
+SIZES = frozenset((*_COUNTS, "queries", "keys_per_row", "window_left", "token_major"))
 HEADS = ("heads_q", "heads_kv", "group_size")
 _DIMS = ("head_dim", "head_dim_v", "head_dim_padded", "head_dim_v_padded")
 _PROBLEM_FACTS = (
@@ -59,6 +60,7 @@ _SIZE_FACTS: Mapping[str, Callable[[Problem], Value | float]] = {
     "queries": _queries,
     "keys_per_row": lambda problem: max(1.0, problem.kept_pairs() / _queries(problem)),
     "window_left": lambda problem: problem.mask.left or 0,
+    "token_major": lambda problem: int(problem.layout is not Layout.BHSD),
 }
 
 

@@ -261,7 +261,9 @@ def test_facts_speak_of_masks_layouts_and_modifiers() -> None:
     table = facts_of(problem(mask=Mask.blocks(64, 32, 0.5)), A30)
     assert [table[name] for name in ("sparse", "block_q", "block_kv", "keys_per_row")] == [1, 64, 32, 2048.0]
     packed = {"layout": Layout.PACKED, "seq_q": 100, "seq_kv": 100, "tokens_q": 200, "tokens_kv": 300, "mask": Mask()}
-    assert [facts_of(problem(**packed), A30)[name] for name in ("packed", "queries")] == [1, 200]
+    assert [facts_of(problem(**packed), A30)[name] for name in ("packed", "queries", "token_major")] == [1, 200, 1]
+    layouts = [facts_of(problem(layout=layout), A30)["token_major"] for layout in (Layout.BHSD, Layout.BSHD)]
+    assert layouts == [0, 1]
     changed = facts_of(problem(modifiers=Modifiers(score_mod="-score", bias=Bias.KEYS, sinks=True, dropout=True)), A30)
     assert all(changed[name] == 1 for name in ("on_scores", "score_mod", "biased", "sinks", "dropout"))
     read = {
