@@ -13,15 +13,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+import checked_calls
 import torch
 from variant_pool import GLUON, GLUON_BASE
 
 from autoattn.codegen import render, search_space
 from autoattn.core.problem import DType, Layout, Problem
+from autoattn.core.tile_widths import pieces
 from autoattn.core.variant import Source, Value
 from autoattn.hardware import nvidia
-from autoattn.kernels import compiler, forward
-from autoattn.validation import output_check
 
 DEVICE = torch.device("cuda")
 WARM = 3  # calls before the profiled one
@@ -32,7 +32,7 @@ CALLS = (
 )  # fmt: skip
 BASE: dict[str, Value] = {
     **GLUON_BASE,
-    **{"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 3, "PACK_GQA": 1, "HEAD_GROUP": 1},
+    **{"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 3, "PACK_GQA": 1},
     **{"softmax": "first_max", "schedule": "one_tile", "output_buffer": "shared"},
 }
 
@@ -49,8 +49,8 @@ def problems() -> Iterator[Problem]:
 
 def source(problem: Problem, programs: int) -> Source:
     """The kernel of so many programs an SM; heads lie in two pieces where these take less memory."""
-    pieces = int(problem.head_dim in (72, 96))
-    variant = search_space.load(GLUON).variant({**BASE, "CTAS": programs, "HEAD_SPLIT": pieces})
+    split = int(len(pieces(problem.head_dim)) == 2)
+    variant = search_space.load(GLUON).variant({**BASE, "CTAS": programs, "HEAD_SPLIT": split})
     return render.render(problem, variant)
 
 
@@ -59,17 +59,13 @@ def main() -> None:
     if nvidia.present() is None:
         sys.exit("benchmarks/shared_lines.py measures on an NVIDIA GPU in this machine, and found none")
     for problem in problems():
-        case = output_check.full_case(problem, DEVICE, torch.Generator().manual_seed(1))
-        output, gate = forward.empty_output(problem, case.operands.query), output_check.Gate(problem, DEVICE)
-        for programs in PROGRAMS:
-            kernel = compiler.load(source(problem, programs), DEVICE)
-            verdict = gate.judge(kernel)
-            assert verdict.ok, f"{problem}: {verdict.reason}"
+        sources = {programs: source(problem, programs) for programs in PROGRAMS}
+        for programs, call in checked_calls.of(problem, sources, DEVICE).items():
             for _ in range(WARM):
-                forward.launch(kernel, problem, case.operands, output, None)
+                call()
             torch.cuda.synchronize()
             torch.cuda.profiler.start()
-            forward.launch(kernel, problem, case.operands, output, None)
+            call()
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()
             print(f"{problem}, programs an SM: {programs}, {problem.bytes() / 1e9:.3f} GB", flush=True)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
+import checked_calls
 import torch
 from variant_pool import GLUON, GLUON_BASE
 
@@ -21,9 +21,7 @@ from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Problem
 from autoattn.core.variant import Source, Value
 from autoattn.hardware import nvidia
-from autoattn.hardware.timer import Call, Stopwatch
-from autoattn.kernels import compiler, forward
-from autoattn.validation import output_check
+from autoattn.hardware.timer import Stopwatch
 
 DEVICE = torch.device("cuda")
 SECONDS = 0.3  # of a contest
@@ -77,15 +75,7 @@ def rows(stopwatch: Stopwatch) -> Iterator[Row]:
                 dtype=DType.BFLOAT16, batch=batch, heads_q=heads_q, heads_kv=heads_kv, seq_q=seq_q, seq_kv=seq_kv,
                 head_dim=head_dim, mask=Mask.parse(mask),
             )  # fmt: skip
-            case = output_check.full_case(problem, DEVICE, torch.Generator().manual_seed(1))
-            output = forward.empty_output(problem, case.operands.query)
-            gate = output_check.Gate(problem, DEVICE)
-            calls: dict[str, Call] = {}
-            for name, source in sources(problem, keys).items():
-                kernel = compiler.load(source, DEVICE)
-                verdict = gate.judge(kernel)
-                assert verdict.ok, f"{name}: {problem}: {verdict.reason}"
-                calls[name] = partial(forward.launch, kernel, problem, case.operands, output, None)
+            calls = checked_calls.of(problem, sources(problem, keys), DEVICE)
             times = stopwatch.contest(calls, problem.flops(), seconds=SECONDS, seed=0)
             yield Row(problem=problem, keys=keys, times_us={name: time.median_us for name, time in times.items()})
 
