@@ -1,11 +1,11 @@
-"""ptxas: which of those that Triton brings assembles a kernel, and assembling PTX without Triton's compiler.
+"""ptxas: which of those that Triton brings assembles a kernel, what it gets, and assembling without Triton's compiler.
 
 Since 3.9, Triton assembles for Hopper with the ptxas of CUDA 13 and asks it for `--regAllocOptLevel=2`. Attention's
 kernels lose by it: the dense winner of head dim 128 under a causal mask has 330 stores of spilled registers, and 190
 where the ptxas of CUDA 12.9 assembles it, which the same wheel brings along. On an H200 the 26 problems of
 benchmarks/shapes/h200_dense.yaml run at 0.968 of their speed with Triton 3.6, and at 0.986 with the older ptxas
 (benchmarks/results/2026-11-23_h200_tritons.md). So kernels for Hopper are assembled with the older one, as
-Triton 3.6 to 3.8 do.
+Triton 3.6 to 3.8 do. Before that, their PTX is laid out (code_layout.py).
 """
 
 from __future__ import annotations
@@ -22,33 +22,38 @@ from typing import Any
 import triton
 
 from autoattn.errors import CompileError
+from autoattn.kernels import code_layout
 
 HOPPER = 90
 _CUDA_13_PTXAS = "ptxas_blackwell"  # Triton's name of the newer one, also where it assembles for Hopper
 _OVERRIDE = "TRITON_PTXAS_BLACKWELL_PATH"  # by which a user names another; it is left alone
 _SECONDS = 120
+_MARK = "-O3"  # of compilations whose code is laid out, in Triton's cache; what ptxas does without it
 _installing = threading.RLock()  # the hook is Triton's for the whole process
 
 
 @contextmanager
-def older_ptxas(arch: int) -> Iterator[Mapping[str, object]]:
-    """Lets this thread's compilations for `arch` use the older ptxas where Triton would take that of CUDA 13.
+def stages(arch: int) -> Iterator[Mapping[str, object]]:
+    """Lets this thread's compilations for `arch` lay out their code, and use the older ptxas, where that helps.
 
-    Gives the options that such a compilation takes besides: PTX of a version that the older ptxas reads. They are part
-    of Triton's cache key, so that its other compilations find none of these kernels.
+    Gives the options that such a compilation takes besides: they are part of Triton's cache key, so that its other
+    compilations find none of these kernels.
     """
-    tool = _older(arch)
-    if tool is None:
+    if arch != HOPPER:
         yield {}
         return
+    tool = _older(arch)
     from triton.backends.nvidia.compiler import ptx_get_version
 
     runtime = triton.knobs.runtime
+    options: dict[str, object] = {"ptx_options": " ".join((triton.knobs.nvidia.ptxas_options or "", _MARK)).strip()}
+    if tool is not None:
+        options["ptx_version"] = ptx_get_version(tool.version)  # which the older ptxas reads
     with _installing:
         before = runtime.add_stages_inspection_hook
         runtime.add_stages_inspection_hook = _hook(tool, threading.get_ident(), before)
         try:
-            yield {"ptx_version": ptx_get_version(tool.version)}
+            yield options
         finally:
             runtime.add_stages_inspection_hook = before
 
@@ -71,20 +76,22 @@ def _version(tool: Any) -> tuple[int, ...]:
     return tuple(map(int, tool.version.split(".")))
 
 
-def _hook(tool: Any, thread: int, before: Callable[..., Any] | None) -> Callable[..., Any]:
+def _hook(tool: Any | None, thread: int, before: Callable[..., Any] | None) -> Callable[..., Any]:
     """What Triton calls once without arguments, for a cache key, and once to look at the stages of a compilation."""
 
     def hook(backend: Any = None, stages: Any = None, options: Any = None, *rest: Any) -> tuple[str, str] | None:
         if backend is None:
             key, digest = before() if before is not None else ("", "")
-            ours = f"ptxas {tool.version}" if threading.get_ident() == thread else ""
+            ours = f"ptxas {tool.version}" if tool is not None and threading.get_ident() == thread else ""
             return key + ours, digest + ours
         if before is not None:
             before(backend, stages, options, *rest)
         if threading.get_ident() == thread:
-            flags = options.ptx_options.split() if options.ptx_options else []
-            name = f"sm_{HOPPER}a"
-            stages["cubin"] = lambda ptx, metadata: _assembled(ptx, tool.path, name, flags)
+            write = stages["ptx"]
+            stages["ptx"] = lambda source, metadata: code_layout.rare_code_last(write(source, metadata))
+            if tool is not None:
+                flags = options.ptx_options.split()
+                stages["cubin"] = lambda ptx, metadata: _assembled(ptx, tool.path, f"sm_{HOPPER}a", flags)
         return None
 
     return hook

@@ -84,7 +84,7 @@ def build(source: Source, arch: int, name: str | None = None) -> Any:
             # Every Triton up to 3.9 fuses by default; 3.9 warns that the next one will not.
             options = {**options, "enable_fp_fusion": True}
             silent = contextlib.redirect_stdout(io.StringIO())  # where Triton prints whole kernels that ptxas refuses
-            with silent, assembler.older_ptxas(arch) as added:
+            with silent, assembler.stages(arch) as added:
                 return triton.compile(kernel, target=target, options={**options, **added})
     except Exception as error:  # Triton raises many types, some of them bare RuntimeError
         reason = " ".join(str(error).split())[:300]
