@@ -63,10 +63,11 @@ def device(name: str) -> Device:
 # --- what compiles ----------------------------------------------------------------------------------------------------
 
 
-def test_every_barrier_that_is_made_is_dropped_at_the_end_of_the_kernel() -> None:
+def test_every_barrier_that_is_made_keeps_its_room_to_the_end_of_the_kernel() -> None:
     # Triton gives the room of a barrier that nobody uses any more to other data. Shared memory where a barrier was made
     # must hold nothing else before it is dropped (PTX, mbarrier.init): the card lost tiles when it switched processes.
-    for softmax in ("vote", "first_max"):
+    # A program of one tile need not drop what it would drop before it computes that tile again.
+    for softmax in ("online", "vote", "first_max"):
         for schedule in ("one_tile", "dynamic"):
             call = problem(head_dim=128, mask="causal")
             output: dict[str, Any] = {"query_stages": 1} | (
@@ -77,7 +78,7 @@ def test_every_barrier_that_is_made_is_dropped_at_the_end_of_the_kernel() -> Non
             dropped = set(re.findall(r"mbarrier\.invalidate\(([a-z_]+)", text))
             assert initialised == dropped
             assert len(initialised) == (8 if schedule == "dynamic" else 6)
-            assert "    drop_barriers(" in text[text.rindex("gl.warp_specialize(") :]
+            assert "    drop_barriers(" in text[text.index("gl.warp_specialize(") :]
 
 
 @pytest.mark.slow

@@ -68,8 +68,13 @@ def test_kernels_agree_with_the_reference(facts: dict[str, Any], chosen: dict[st
 @pytest.mark.parametrize("scores", [Scores.OUTGROWN, Scores.WILD])
 @pytest.mark.parametrize(
     ("facts", "chosen"),
-    [({"mask": "causal"}, {}), ({"mask": "blocks:128x32,0.5", "head_dim": 80}, {"HEAD_SPLIT": 1, "ping_pong": "none"})],
-    ids=["causal", "a block table, head dim in pieces"],
+    [
+        ({"mask": "causal"}, {}),
+        ({"mask": "blocks:128x32,0.5", "head_dim": 80}, {"HEAD_SPLIT": 1, "ping_pong": "none"}),
+        ({"mask": "causal"}, {"schedule": "one_tile", "ping_pong": "mbarrier", "overlap": 0, **SHARED}),
+        ({"mask": "causal"}, {"schedule": "one_tile", "BLOCK_M": 64, "ping_pong": "none", **SHARED}),
+    ],
+    ids=["causal", "a block table, head dim in pieces", "programs of a tile", "programs of a tile, one consumer"],
 )
 def test_tiles_are_computed_again(facts: dict[str, Any], chosen: dict[str, Any], scores: Scores) -> None:
     problem = make_problem(**facts)
@@ -77,6 +82,15 @@ def test_tiles_are_computed_again(facts: dict[str, Any], chosen: dict[str, Any],
     assert said(rendered, problem, (33, 200), scores) == ""
     unknown = planted(rendered, "        wild = ", "        wild = gl.nothing")
     assert "has no nothing" in said(unknown, problem, (33, 200), scores)
+
+
+def test_a_program_of_a_tile_hears_of_wrong_rows_from_each_consumer() -> None:
+    problem = make_problem(mask="causal")
+    chosen = {**BASE, **SHARED, "schedule": "one_tile", "softmax": "first_max", "overlap": 1, "ping_pong": "none"}
+    rendered = source(problem, **chosen)
+    assert [rendered.text.count(f"recompute.index({c}).load(") for c in range(3)] == [1, 1, 0]
+    deaf = planted(rendered, "    if wrong == 1:", "    if wrong == 2:")
+    assert "outputs are NaN or never written" in said(deaf, problem, (100, 104), Scores.WILD)
 
 
 @pytest.mark.parametrize("release", triton_release.SUPPORTED)
