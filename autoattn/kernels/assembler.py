@@ -28,7 +28,8 @@ HOPPER = 90
 _CUDA_13_PTXAS = "ptxas_blackwell"  # Triton's name of the newer one, also where it assembles for Hopper
 _OVERRIDE = "TRITON_PTXAS_BLACKWELL_PATH"  # by which a user names another; it is left alone
 _SECONDS = 120
-_MARK = "-O3"  # of compilations whose code is laid out, in Triton's cache; what ptxas does without it
+# What ptxas does anyway. It tells laid-out kernels apart in Triton's cache; one more of it for each other layout.
+_MARK = "-O3"
 _installing = threading.RLock()  # the hook is Triton's for the whole process
 
 
@@ -42,12 +43,11 @@ def stages(arch: int) -> Iterator[Mapping[str, object]]:
     if arch != HOPPER:
         yield {}
         return
-    tool = _older(arch)
-    from triton.backends.nvidia.compiler import ptx_get_version
-
-    runtime = triton.knobs.runtime
+    tool, runtime = _older(arch), triton.knobs.runtime
     options: dict[str, object] = {"ptx_options": " ".join((triton.knobs.nvidia.ptxas_options or "", _MARK)).strip()}
     if tool is not None:
+        from triton.backends.nvidia.compiler import ptx_get_version
+
         options["ptx_version"] = ptx_get_version(tool.version)  # which the older ptxas reads
     with _installing:
         before = runtime.add_stages_inspection_hook

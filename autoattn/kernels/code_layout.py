@@ -23,7 +23,8 @@ AGAIN = (
 )
 _LABEL = re.compile(r"(\$L_\w+):")
 BRANCH = re.compile(r"\s*(?P<condition>@!?%\w+\s+)?bra(?:\.uni)?\s+(?P<target>\$L_\w+);")
-_TARGETS = re.compile(r"\$L__\w+(?=[,;])")  # in the table of a branch by an index
+_TABLE = re.compile(r"([$\w]+):\s*\.branchtargets([^;]*);")  # of a branch by an index
+_INDEXED = re.compile(r"brx\.idx\s+%\w+,\s*([$\w]+);")
 _BARRIER = "barrier.sync"  # at which warps wait for a role
 NEVER = (
     "\t.reg .pred \t%never;",
@@ -56,7 +57,7 @@ def rare_code_last(ptx: str) -> str:
     """
     body, blocks = _body(ptx), blocks_of(ptx)
     heads = _rare_heads(blocks.values())
-    if not heads:
+    if not heads or len(_reachable(blocks, without=())) < len(blocks):
         return ptx
     common = _reachable(blocks, without=heads)
     rare = [block for label, block in blocks.items() if label not in common]
@@ -72,7 +73,9 @@ def rare_code_last(ptx: str) -> str:
 
 def blocks_of(ptx: str) -> dict[str, Block]:
     """Label -> block of a kernel's PTX, in the order of the text; the first one runs first."""
-    return {block.label: block for block in _blocks(ptx[_body(ptx)].splitlines())}
+    body = ptx[_body(ptx)]
+    tables = {name: tuple(label.strip() for label in labels.split(",")) for name, labels in _TABLE.findall(body)}
+    return {block.label: block for block in _blocks(body.splitlines(), tables)}
 
 
 def _body(ptx: str) -> slice:
@@ -81,23 +84,23 @@ def _body(ptx: str) -> slice:
     return slice(begin, ptx.rindex("\n", 0, ptx.index("-- End function", begin)) + 1)
 
 
-def _blocks(body: Iterable[str]) -> Iterator[Block]:
+def _blocks(body: Iterable[str], tables: Mapping[str, tuple[str, ...]]) -> Iterator[Block]:
     """Cuts the lines of a kernel's body before each label and behind each branch that may not be taken."""
     label, lines, count = "$L_first", list[str](), 0
     for line in body:
         if match := _LABEL.match(line):
-            yield _block(label, lines, match[1])
+            yield _block(label, lines, match[1], tables)
             label, lines = match[1], []
             continue
         lines.append(line)
         if (branch := BRANCH.match(line)) and branch["condition"]:
             count += 1
-            yield _block(label, lines, following := f"$L_behind{count}")
+            yield _block(label, lines, following := f"$L_behind{count}", tables)
             label, lines = following, []
-    yield _block(label, lines, None)
+    yield _block(label, lines, None, tables)
 
 
-def _block(label: str, lines: Sequence[str], following: str | None) -> Block:
+def _block(label: str, lines: Sequence[str], following: str | None, tables: Mapping[str, tuple[str, ...]]) -> Block:
     """A block of these lines, behind which another one lies."""
     instructions = [i for i, line in enumerate(map(str.strip, lines)) if line and not line.startswith("//")]
     lines = tuple(lines[: instructions[-1] + 1]) if instructions else ()
@@ -106,8 +109,8 @@ def _block(label: str, lines: Sequence[str], following: str | None) -> Block:
     below = following
     if branch := BRANCH.match(last):
         targets, below = (branch["target"],), following if branch["condition"] else None
-    elif last.startswith("brx.idx"):
-        targets, below = tuple(_TARGETS.findall("\n".join(lines))), None
+    elif indexed := _INDEXED.match(last):
+        targets, below = tables.get(indexed[1], ()), None
     elif last.startswith(("ret;", "exit;")):
         below = None
     return Block(label=label, lines=lines, targets=targets, below=below)
@@ -117,11 +120,12 @@ def _rare_heads(blocks: Collection[Block]) -> list[str]:
     """The blocks that begin what computes tiles again: in the first warps, and in the roles of the others.
 
     A kernel that may compute again specialises its warps twice, into as many roles. The table by which warps go to
-    their role has the roles of the first time, those of the second, and the end.
+    their role has the roles of the first time, those of the second, and the end. Roles without work may be one block.
     """
     heads = [block.label for block in blocks if any(AGAIN in line for line in block.lines)]
     roles = next((block.targets for block in blocks if len(block.targets) > 1), ())
-    return list(dict.fromkeys([*heads, *roles[len(roles) // 2 : -1]])) if heads else []
+    first, second = roles[: len(roles) // 2], roles[len(roles) // 2 : -1]
+    return list(dict.fromkeys([*heads, *(role for role in second if role not in first)])) if heads else []
 
 
 def _reachable(blocks: Mapping[str, Block], *, without: Collection[str]) -> set[str]:
