@@ -18,9 +18,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-AGAIN = (
-    "cp.async.bulk.wait_group 0; mov"  # begins what computes tiles again: wait_written() of gluon/forward, only that
-)
+# What computes tiles again begins so, and nothing else does: wait_written() of gluon/forward.
+AGAIN = "cp.async.bulk.wait_group 0; mov"
 _LABEL = re.compile(r"(\$L_\w+):")
 BRANCH = re.compile(r"\s*(?P<condition>@!?%\w+\s+)?bra(?:\.uni)?\s+(?P<target>\$L_\w+);")
 _TABLE = re.compile(r"([$\w]+):\s*\.branchtargets([^;]*);")  # of a branch by an index
@@ -55,9 +54,11 @@ def rare_code_last(ptx: str) -> str:
     A kernel that computes nothing again stays as it is, and so does one whose warps do not wait for their roles as in
     the Tritons from 3.6 on.
     """
+    if AGAIN not in ptx:
+        return ptx
     body, blocks = _body(ptx), blocks_of(ptx)
     heads = _rare_heads(blocks.values())
-    if not heads or len(_reachable(blocks, without=())) < len(blocks):
+    if len(_reachable(blocks, without=())) < len(blocks):
         return ptx
     common = _reachable(blocks, without=heads)
     rare = [block for label, block in blocks.items() if label not in common]
@@ -125,7 +126,7 @@ def _rare_heads(blocks: Collection[Block]) -> list[str]:
     heads = [block.label for block in blocks if any(AGAIN in line for line in block.lines)]
     roles = next((block.targets for block in blocks if len(block.targets) > 1), ())
     first, second = roles[: len(roles) // 2], roles[len(roles) // 2 : -1]
-    return list(dict.fromkeys([*heads, *(role for role in second if role not in first)])) if heads else []
+    return list(dict.fromkeys([*heads, *(role for role in second if role not in first)]))
 
 
 def _reachable(blocks: Mapping[str, Block], *, without: Collection[str]) -> set[str]:
