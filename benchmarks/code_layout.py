@@ -40,7 +40,6 @@ from autoattn.runtime.plan import cache_lookup
 
 DEVICE = torch.device("cuda")
 SECONDS = 0.25  # of a contest
-PROCESSES = 14
 BEFORE, AFTER = "before", "after"
 
 
@@ -129,7 +128,7 @@ def main() -> None:
     kernels = sources(card, options.seed, options.count)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
             list(
                 pool.map(
                     partial(compile_both, folder=folder), {each.digest: each for each in kernels.values()}.values()

@@ -22,19 +22,18 @@ import torch
 from code_layout import as_ptxas_lays_out
 from variant_pool import GLUON, GLUON_BASE
 
-from autoattn import torch_private
 from autoattn.codegen import render, search_space
 from autoattn.core.mask import Mask
 from autoattn.core.problem import DType, Layout, Problem
 from autoattn.core.trial import StaticReport
 from autoattn.core.variant import Source, Value
 from autoattn.hardware import nvidia
-from autoattn.hardware.timer import Call
+from autoattn.hardware.timer import Call, Stopwatch
 from autoattn.kernels import compiler
 
 DEVICE = torch.device("cuda")
 SAMPLES = 20
-SPIN_CYCLES = 600_000  # of the GPU, while the host enqueues a call
+SPINS = 2  # of the GPU before a call: one that came late is taken again, behind itself
 INSTRUCTION_BYTES = 16
 CALL = Problem(
     dtype=DType.BFLOAT16, batch=8, heads_q=8, heads_kv=8, seq_q=512, seq_kv=1000, head_dim=128,
@@ -110,20 +109,13 @@ def others() -> list[Call]:
     ]  # fmt: skip
 
 
-def median_us(call: Call, before: Sequence[Call], flush: torch.Tensor) -> float:
+def median_us(call: Call, before: Sequence[Call], stopwatch: Stopwatch) -> float:
     """Of a call behind others, whose keys lie in memory."""
     times = []
     for _ in range(SAMPLES):
         for other in before:
             other()
-        flush.zero_()
-        torch_private.spin(SPIN_CYCLES)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
+        times += stopwatch.samples(call, 1)
     return statistics.median(times)
 
 
@@ -131,8 +123,7 @@ def main() -> None:
     """Print the table."""
     if nvidia.present() is None:
         sys.exit("benchmarks/cold_code.py measures on an NVIDIA GPU in this machine, and found none")
-    flush = torch.empty(torch.cuda.get_device_properties(DEVICE).L2_cache_size, dtype=torch.int8, device=DEVICE)
-    before = others()
+    stopwatch, before = Stopwatch(DEVICE, spins=SPINS), others()
     print("| tile | KB in front | KB behind | what computes again | KB of code | us warm | us cold |")
     print("|---|--:|--:|---|--:|--:|--:|")
     with TemporaryDirectory() as folder:
@@ -141,7 +132,7 @@ def main() -> None:
                 call = checked_calls.of(CALL, {case.name: case.source}, DEVICE)[case.name]
                 report = compiler.inspect(case.source, 90)
             size = report.code_bytes // 1024 if isinstance(report, StaticReport) else 0
-            warm, cold = median_us(call, [call], flush), median_us(call, before, flush)
+            warm, cold = median_us(call, [call], stopwatch), median_us(call, before, stopwatch)
             last = "last" if case.laid_out else "as ptxas lays it out"
             print(
                 f"| {case.name} | {case.front} | {case.back} | {last} | {size} | {warm:.1f} | {cold:.1f} |", flush=True

@@ -43,7 +43,7 @@ def stages(arch: int) -> Iterator[Mapping[str, object]]:
     if arch != HOPPER:
         yield {}
         return
-    tool, runtime = _older(arch), triton.knobs.runtime
+    tool, runtime = _older(), triton.knobs.runtime
     options: dict[str, object] = {"ptx_options": " ".join((triton.knobs.nvidia.ptxas_options or "", _MARK)).strip()}
     if tool is not None:
         from triton.backends.nvidia.compiler import ptx_get_version
@@ -58,15 +58,15 @@ def stages(arch: int) -> Iterator[Mapping[str, object]]:
             runtime.add_stages_inspection_hook = before
 
 
-def _older(arch: int) -> Any | None:
-    """Triton's older ptxas, where the installed Triton assembles for `arch` with a newer one by itself."""
+def _older() -> Any | None:
+    """Triton's older ptxas, where the installed Triton assembles for Hopper with a newer one by itself."""
     from triton.backends.nvidia import compiler
 
     choose = getattr(compiler, "get_ptxas", None)
-    if arch != HOPPER or choose is None or os.environ.get(_OVERRIDE):
+    if choose is None or os.environ.get(_OVERRIDE):
         return None
     try:
-        older, chosen = triton.knobs.nvidia.ptxas, choose(arch)
+        older, chosen = triton.knobs.nvidia.ptxas, choose(HOPPER)
     except (AttributeError, RuntimeError):  # a release that brings only one
         return None
     return older if _version(older) < _version(chosen) else None

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 AGAIN = "cp.async.bulk.wait_group 0; mov"
 _LABEL = re.compile(r"(\$L_\w+):")
 BRANCH = re.compile(r"\s*(?P<condition>@!?%\w+\s+)?bra(?:\.uni)?\s+(?P<target>\$L_\w+);")
-_TABLE = re.compile(r"([$\w]+):\s*\.branchtargets([^;]*);")  # of a branch by an index
+TABLE = re.compile(r"([$\w]+):\s*\.branchtargets([^;]*);")  # of a branch by an index
 _INDEXED = re.compile(r"brx\.idx\s+%\w+,\s*([$\w]+);")
 _BARRIER = "barrier.sync"  # at which warps wait for a role
 NEVER = (
@@ -75,7 +75,7 @@ def rare_code_last(ptx: str) -> str:
 def blocks_of(ptx: str) -> dict[str, Block]:
     """Label -> block of a kernel's PTX, in the order of the text; the first one runs first."""
     body = ptx[_body(ptx)]
-    tables = {name: tuple(label.strip() for label in labels.split(",")) for name, labels in _TABLE.findall(body)}
+    tables = {name: tuple(label.strip() for label in labels.split(",")) for name, labels in TABLE.findall(body)}
     return {block.label: block for block in _blocks(body.splitlines(), tables)}
 
 

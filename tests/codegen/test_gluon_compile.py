@@ -78,7 +78,18 @@ def test_every_barrier_that_is_made_keeps_its_room_to_the_end_of_the_kernel() ->
             dropped = set(re.findall(r"mbarrier\.invalidate\(([a-z_]+)", text))
             assert initialised == dropped
             assert len(initialised) == (8 if schedule == "dynamic" else 6)
-            assert "    drop_barriers(" in text[text.index("gl.warp_specialize(") :]
+            # Of a program of one tile, behind its first roles; of others, behind the last ones.
+            place = text.index if schedule == "one_tile" else text.rindex
+            assert "    drop_barriers(" in text[place("gl.warp_specialize(") :]
+
+
+def test_a_program_of_one_tile_that_computes_nothing_again_drops_its_barriers_last() -> None:
+    text = source(
+        problem(head_dim=128), softmax="online", schedule="one_tile", slot_release="named", query_stages=1,
+        output_buffer="shared",
+    ).text  # fmt: skip
+    assert "consume_again" not in text
+    assert "    drop_barriers(" in text[text.index("gl.warp_specialize(") :]
 
 
 @pytest.mark.slow
